@@ -1,0 +1,1 @@
+"""The engine: scheduling, block management, paged attention and sampling. No Ray anywhere below here."""
