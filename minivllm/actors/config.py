@@ -1,0 +1,78 @@
+"""AppArgs: everything under `args:` of serve_config.yaml, checked before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from minivllm.core.config import EngineConfig
+
+
+class LiveSettings(BaseModel):
+    """What can be changed while the engine runs: the `user_config` of the deployment `Engine`. Nothing restarts.
+
+    A field left out keeps the value that `args:` gave it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    consumer_timeout_s: float | None = Field(None, gt=0)
+    stall_timeout_s: float | None = Field(None, gt=0)
+    max_waiting_requests: int | None = Field(None, ge=1)
+    max_waiting_tokens: int | None = Field(None, ge=1)
+
+
+class AppArgs(EngineConfig):
+    """The arguments of the application: those of the engine (see EngineConfig) and those of the service, side by side.
+
+    A wrong name or value raises pydantic's ValidationError, which names the argument and says why. Values are left out
+    of the message: one of the arguments is a list of keys.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
+
+    # What clients see
+    served_model_name: str | None = Field(None, min_length=1, description="name in the API; default: `model`")
+    max_request_bytes: int = Field(8 * 1024**2, ge=1024, description="larger request bodies get 413")
+    api_keys: tuple[str, ...] = Field((), description="when given, requests must carry one of them as bearer token")
+    cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may call us; none by default")
+
+    # The engine's process
+    consumer_timeout_s: float = Field(60.0, gt=0, description="a request whose output nobody takes so long is aborted")
+    stall_timeout_s: float = Field(300.0, gt=0, description="a step that takes longer makes the engine unhealthy")
+    engine_num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray sets aside for the engine")
+    engine_env_vars: dict[str, str] = Field({}, description="environment variables of the engine's process")
+
+    # The other processes
+    num_ingress_replicas: int = Field(1, ge=1, description="processes that speak HTTP and turn text into tokens")
+    metrics_history_size: int = Field(3600, ge=1, description="points of block counts that the Metrics actor keeps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_known(cls, values: Any) -> Any:
+        """Says what a mistyped name was probably meant to be."""
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    close = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                    hint = f"; did you mean {close[0]!r}?" if close else ""
+                    raise ValueError(f"unknown argument {str(name)[:100]!r}{hint}")
+        return values
+
+    @field_validator("device")
+    @classmethod
+    def _ray_chooses_the_gpu(cls, value: str) -> str:
+        if value.startswith("cuda:"):
+            raise ValueError("must be 'auto', 'cpu' or 'cuda': which GPU the engine gets is for Ray to choose")
+        return value
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model
+
+    def engine_config(self, **changes: Any) -> EngineConfig:
+        """The engine's part, with `changes` made to it."""
+        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        return EngineConfig(**(values | changes))
