@@ -41,6 +41,10 @@ class OwnerTable:
         for block_id in block_ids:
             self._owners.setdefault(block_id, set()).add(owner)
 
+    def adopted(self, block_ids: Iterable[int], owner: Owner) -> None:
+        for block_id in block_ids:
+            self._owners[block_id] = {owner}
+
     def check_released(self, block_ids: Iterable[int], owner: Owner, raw: Collection[int] = ()) -> None:
         """Every block must be this owner's. A sequence may also hold blocks of `raw`, put in its table by hand."""
         for block_id in block_ids:
@@ -104,7 +108,7 @@ def _audit_table(pool: BlockPool, block_size: int, holding: Holding) -> None:
 def _audit_places(pool: BlockPool, holders: Mapping[int, list[str]]) -> None:
     """Every block is in exactly one of: free queue, evictable, held."""
     places = Counter(pool.free)
-    places.update(pool.evictable)
+    places.update(list(pool.evictable))
     places.update(block_id for block_id, count in enumerate(pool.reference_counts) if count)
     for block_id in range(pool.num_blocks):
         if places[block_id] != 1:

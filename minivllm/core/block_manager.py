@@ -306,16 +306,33 @@ class BlockManager:
     # ---------------------------------------------------------------- the steps these are made of
 
     def _holding(self, sequence: BlockSequence) -> Holding:
-        """The record of a sequence, made on first use (and then also for a table that was filled by hand)."""
+        """The record of a sequence; a new one if it holds nothing yet."""
         holding = self._holdings.get(sequence.request_id)
         if holding is None:
-            return Holding(sequence, len(sequence.block_table) * self.block_size)
+            return self._adopt(sequence) if sequence.block_table else Holding(sequence, 0)
         if holding.sequence is not sequence:
             raise IntegrityError(
                 f"two live sequences are called {sequence.request_id}", request_ids=(sequence.request_id,)
             )
         if self.validate:
             self._check_counts(holding)
+        return holding
+
+    def _adopt(self, sequence: BlockSequence) -> Holding:
+        """Takes a table into the ledger that was filled by hand from `allocate_blocks`."""
+        table = sequence.block_table
+        foreign = [block_id for block_id in table if block_id not in self._raw_blocks]
+        if foreign:
+            raise IntegrityError(
+                f"{sequence.request_id} has block {foreign[0]} in its table, which was not given to it",
+                block_id=foreign[0],
+                request_ids=(sequence.request_id,),
+            )
+        self._raw_blocks.difference_update(table)
+        if self._owner_table:
+            self._owner_table.adopted(table, sequence.request_id)
+        holding = Holding(sequence, min(sequence.num_tokens, len(table) * self.block_size))
+        self._holdings[sequence.request_id] = holding
         return holding
 
     def _check_counts(self, holding: Holding) -> None:
