@@ -83,7 +83,8 @@ def audit(
         for block_id in holding.sequence.block_table:
             holders.setdefault(block_id, []).append(request_id)
     _audit_places(pool, holders)
-    for block_id in range(pool.num_blocks):
+    # Held blocks first: a block in too many tables names the requests concerned, the one it displaced names nobody.
+    for block_id in (*holders, *range(pool.num_blocks)):
         _audit_block(pool, block_id, tuple(holders.get(block_id, ())), block_id in raw_blocks, owner_table)
     _audit_contents(pool)
 

@@ -265,14 +265,17 @@ class BlockManager:
         """
         block_ids = sequence.block_table[::-1]
         if block_ids:
+            if self._owner_table:  # asked first: its error names the sequence too
+                self._owner_table.check_released(block_ids, sequence.request_id, raw=self._raw_blocks)
             self.pool.check_in_use(block_ids)
             if self._owner_table:
-                self._owner_table.check_released(block_ids, sequence.request_id, raw=self._raw_blocks)
                 self._owner_table.released(block_ids, sequence.request_id)
             self._raw_blocks.difference_update(block_ids)
             for block_id in block_ids:
                 self.pool.release(block_id)
-        self._holdings.pop(sequence.request_id, None)
+        holding = self._holdings.get(sequence.request_id)
+        if holding is not None and holding.sequence is sequence:  # and not a namesake that holds nothing
+            del self._holdings[sequence.request_id]
         sequence.block_table.clear()
         sequence.cached_token_count = 0
 
