@@ -31,7 +31,7 @@ class Slot(NamedTuple):
 
 
 class BlockOwner(NamedTuple):
-    """Who has a block: "free", "owned" (by these requests; none for raw allocations), or "cached" (free, content kept)."""
+    """Who has a block: "free", "owned" (raw allocations name no request), or "cached" (free, content kept)."""
 
     block_id: int
     state: Literal["free", "owned", "cached"]
@@ -39,7 +39,7 @@ class BlockOwner(NamedTuple):
 
 
 class BlockSequence(Protocol):
-    """All the manager needs to know of a sequence. `cache_salt`, `skip_prefix_lookup` and `block_hashes` are optional."""
+    """All the manager needs of a sequence. `cache_salt`, `skip_prefix_lookup`, `block_hashes` are optional."""
 
     request_id: str
     block_table: list[int]
@@ -231,7 +231,7 @@ class BlockManager:
         require_count(start, "start")
         if not start <= end <= len(sequence.block_table) * self.block_size:
             raise InvalidRequestError(
-                f"tokens {start}..{end} of {sequence.request_id} are not covered by its {len(sequence.block_table)} blocks",
+                f"tokens {start}..{end} of {sequence.request_id} are not within {len(sequence.block_table)} blocks",
                 param="end",
             )
         size, table = self.block_size, sequence.block_table
@@ -260,8 +260,8 @@ class BlockManager:
     def free_sequence(self, sequence: BlockSequence) -> None:
         """Gives all blocks of the sequence back, the last one first. A no-op if it holds none.
 
-        Raises BlockNotInUseError, or with `validate` IntegrityError, if a block in the table is not this sequence's; then
-        nothing has changed.
+        Raises BlockNotInUseError, or with `validate` IntegrityError, if a block in the table is not this sequence's;
+        then nothing has changed.
         """
         block_ids = sequence.block_table[::-1]
         if block_ids:

@@ -110,7 +110,7 @@ class BlockPool:
         """Raises BlockNotInUseError on an unknown id, a free block, or a block that stands twice."""
         seen: set[int] = set()
         for block_id in block_ids:
-            if isinstance(block_id, bool) or not isinstance(block_id, int) or not 0 <= block_id < self.num_blocks:
+            if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
                 raise BlockNotInUseError(f"there is no block {block_id!r}; ids go from 0 to {self.num_blocks - 1}")
             if self.reference_counts[block_id] == 0:
                 raise BlockNotInUseError(f"block {block_id} is not in use (a double free?)", block_id=block_id)
@@ -166,5 +166,5 @@ class BlockPool:
 
 def require_count(value: int, name: str, *, at_least: int = 0) -> None:
     """Raises InvalidRequestError naming the argument unless it is an int of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    if type(value) is not int or value < at_least:
         raise InvalidRequestError(f"{name} must be a whole number of at least {at_least}, not {value!r}", param=name)

@@ -47,4 +47,3 @@ class EngineConfig(BaseModel):
     max_waiting_requests: int | None = Field(2048, ge=1, description="longer queues are refused; None: no limit")
     max_waiting_tokens: int | None = Field(None, ge=1, description="most prompt tokens that may wait; None: no limit")
     max_head_bypasses: int = Field(32, ge=0, description="requests that may overtake one that waits for blocks")
-

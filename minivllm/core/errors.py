@@ -1,6 +1,6 @@
-"""Typed errors. Each is a ValueError, survives pickling (Ray carries them between processes) and knows what it is about.
+"""Typed errors. Each is a ValueError, survives pickling (Ray carries it between processes) and knows what it is about.
 
-Nothing here is ever raised for a bug in the caller's timing or load except `EngineOverloadedError`, which a client may retry.
+Of them all only `EngineOverloadedError` is worth a retry: the others would come again.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class StructuredOutput(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """How to sample one request. Immutable; a bad value raises pydantic's ValidationError (a ValueError) naming the field.
+    """How to sample one request. Immutable; a bad value raises a ValidationError (a ValueError) naming the field.
 
     `max_tokens=None` means: as far as the context reaches. `max_tokens=0` is only for scoring a prompt
     (`prompt_logprobs`). `top_k` of -1 or 0 and `min_p` of 0 switch the filter off. Choice k of `n` uses `seed + k`.

@@ -48,20 +48,25 @@ class Sequence:
         "block_table",
         "cache_salt",
         "cached_token_count",
+        "computed_high_water",
         "finish_reason",
         "first_admission_hits",
+        "first_refusal",
+        "generated_token_ids",
         "index",
+        "max_generated_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
         "parent_request_id",
         "priority",
         "prompt_token_ids",
-        "generated_token_ids",
         "request_id",
         "sampling_params",
         "skip_prefix_lookup",
         "status",
+        "stop_token_ids",
+        "times_bypassed",
     )
 
     def __init__(
@@ -96,8 +101,14 @@ class Sequence:
         self.block_hashes: list[Any] = []
         # Log probabilities of the prompt need its logits, so its tokens must be computed, not found.
         self.skip_prefix_lookup = sampling_params.prompt_logprobs is not None
+        # The scheduler's side: what ends the sequence, and how its waits and preemptions went.
+        self.stop_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
+        self.max_generated_tokens = sampling_params.max_tokens
         self.first_admission_hits: int | None = None
+        self.first_refusal: str | None = None
+        self.times_bypassed = 0
         self.num_preemptions = 0
+        self.computed_high_water = 0
 
     @property
     def context_len(self) -> int:
@@ -106,6 +117,16 @@ class Sequence:
     @property
     def last_token_id(self) -> int:
         return self.generated_token_ids[-1] if self.generated_token_ids else self.prompt_token_ids[-1]
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Order among running sequences: priority, then arrival."""
+        return self.priority, self.arrival_time, self.arrival_number
+
+    @property
+    def queue_rank(self) -> tuple[int, bool, float, int]:
+        """Order among waiting sequences: as `rank`, but of one priority the preempted ones go before the new."""
+        return self.priority, self.num_preemptions == 0, self.arrival_time, self.arrival_number
 
     @property
     def is_finished(self) -> bool:

@@ -1,0 +1,607 @@
+"""Scheduler: who computes how many tokens in the next step, and what follows from what was computed.
+
+One budget of tokens a step. Running sequences come first: decodes, then the next chunks of prompts half done; what is
+left goes to waiting ones, each of which is admitted only if the sequence limit, the budget and the block manager agree.
+When a running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is
+kept, and it is recomputed later. The oldest is never preempted for another, so it always advances and nothing can livelock.
+
+Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's; the single notion of
+"compute tokens cached_token_count .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from minivllm.core.block_manager import BlockManager
+from minivllm.core.config import EngineConfig
+from minivllm.core.errors import (
+    EngineOverloadedError,
+    IntegrityError,
+    InvalidRequestError,
+    MinivllmError,
+    NeverFitsError,
+    RequestFailedError,
+)
+from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
+from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOKEN_BUDGET = 512
+BYPASS_LOOKAHEAD = 8
+"""Requests behind a blocked head that are looked at in one step, so that a step's cost is independent of the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Tokens `start .. end` of a sequence are computed in this step, and with `samples` a token is sampled after them."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """What one step computes. The block tables of its sequences cover every `end` and do not change until `update`."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Sums since the start; they only grow."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    integrity_violations: int = 0
+    rejections: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+class Scheduler:
+    """The queues, and the only caller of the block manager.
+
+    Use: `step = schedule()`, compute it, `outputs = update(step, results)`, in turn. `add` and `abort` may come at any
+    time between; an abort while a step is out takes effect in its `update`.
+
+    Args:
+        config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
+        block_manager: of the pool that the sequences run on.
+        eos_token_ids: tokens that end a sequence unless it ignores them.
+        on_end: called once with every sequence that ends, so that others can let go of their state too.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        block_manager: BlockManager,
+        eos_token_ids: Iterable[int] = frozenset(),
+        on_end: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._on_end = on_end
+        pool_tokens = block_manager.num_blocks * block_manager.block_size
+        self.max_model_len = min(config.max_model_len or pool_tokens, pool_tokens)
+        self.token_budget = config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        # Every running sequence must get a token in every step, so no more may run than the budget has tokens.
+        self.max_running = min(config.max_num_seqs, self.token_budget)
+        self.counters = SchedulerCounters()
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._live: dict[str, Sequence] = {}
+        self._samples: dict[str, list[Sequence]] = {}  # request id -> its samples, for n > 1
+        self._followers: dict[str, list[Sequence]] = {}  # leader's id -> samples that wait for its prompt's blocks
+        self._ended: list[RequestOutput] = []
+        self._abort_later: set[str] = set()
+        self._in_flight: ScheduledStep | None = None
+        self._waiting_tokens = 0
+
+    # ---------------------------------------------------------------- what one can see
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Waiting sequences in queue order: by priority; of one priority the preempted before the new."""
+        followers = [sequence for group in self._followers.values() for sequence in group]
+        return sorted([*self._waiting, *followers], key=lambda sequence: sequence.queue_rank)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold blocks, the one that would be preempted last first."""
+        return list(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(map(len, self._followers.values()))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_unfinished(self) -> bool:
+        """True until the last terminal output has been handed out."""
+        return bool(self._live or self._ended)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def add(self, sequence: Sequence, *followers: Sequence) -> None:
+        """Puts a new sequence into the queue, and with it the other samples of the same request (n > 1).
+
+        Raises and keeps nothing: InvalidRequestError (empty prompt, id alive already), NeverFitsError, or
+        EngineOverloadedError (the queue is full).
+        """
+        group = [sequence, *followers]
+        self._check_new(group)
+        self._check_fits(sequence)
+        self._check_queue(group)
+        for sample in group:
+            self._prepare_limits(sample)
+            self._live[sample.request_id] = sample
+        self.counters.requests += 1
+        self.counters.prompt_tokens += sequence.num_prompt_tokens
+        if followers:
+            self._samples[sequence.parent_request_id] = group
+        self._enqueue(sequence)
+        if followers and self.block_manager.enable_prefix_caching:
+            # They would all miss in the same step; one step later the first one's blocks are theirs to share.
+            self._followers[sequence.request_id] = list(followers)
+        else:
+            for sample in followers:
+                self._enqueue(sample)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one sample of it, wherever it is. Unknown and ended ids are a no-op."""
+        samples = self._samples.get(request_id)
+        if samples is None:
+            sequence = self._live.get(request_id)
+            samples = [sequence] if sequence is not None else []
+        for sequence in list(samples):
+            if sequence.is_finished or (index is not None and sequence.index != index):
+                continue
+            if self._in_flight is None:
+                self._end(sequence, FinishReason.ABORT)
+            else:
+                self._abort_later.add(sequence.request_id)
+
+    def fail_all(self, error: MinivllmError) -> list[RequestOutput]:
+        """A step could not be computed: ends every live sequence with `error`, and hands the outputs out."""
+        self._in_flight = None
+        self._abort_later.clear()
+        for sequence in list(self._live.values()):
+            if not sequence.is_finished:
+                self._end(sequence, FinishReason.ERROR, error=error)
+        return self._take_ended()
+
+    # ---------------------------------------------------------------- a step
+
+    def schedule(self) -> ScheduledStep:
+        """Decides the next step and takes the blocks it needs. Empty when nothing can run."""
+        if self._in_flight is not None:
+            raise InvalidRequestError("schedule() was called again before update()", param="step")
+        plan = _Plan(self.token_budget)
+        preempted = self._schedule_running(plan)
+        if not preempted:  # there is no room then, and the preempted must not be overtaken
+            self._admit(plan)
+        sequences = tuple(plan.scheduled.values())
+        step = ScheduledStep(sequences, self.token_budget - plan.budget)
+        self._in_flight = step
+        return step
+
+    def update(self, step: ScheduledStep, tokens: SequenceOf[int | SampleResult | None]) -> list[RequestOutput]:
+        """Takes a computed step in, and returns what is new, terminal outputs of aborts included.
+
+        Args:
+            step: what `schedule` returned last.
+            tokens: one for each scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
+        """
+        if step is not self._in_flight:
+            raise InvalidRequestError("update() was not given the step that schedule() returned last", param="step")
+        if len(tokens) != len(step.sequences):
+            raise InvalidRequestError(
+                f"{len(tokens)} results for {len(step.sequences)} scheduled sequences", param="tokens"
+            )
+        self._in_flight = None
+        self.counters.steps += bool(step.sequences)
+        outputs: list[RequestOutput] = []
+        for scheduled, token in zip(step.sequences, tokens, strict=True):
+            if scheduled.sequence.request_id in self._abort_later:
+                continue
+            result = token if isinstance(token, SampleResult) else SampleResult(token)
+            try:
+                output = self._advance(scheduled, result)
+            except IntegrityError as error:
+                self.contain(error, scheduled.sequence)
+                continue
+            if output is not None:
+                outputs.append(output)
+        self._apply_aborts()
+        return self._take_ended(before=outputs)
+
+    def discard_step(self) -> None:
+        """The step that is out was interrupted: nothing of it counts, its tokens are scheduled again."""
+        self._in_flight = None
+        self._apply_aborts()
+
+    def contain(self, error: IntegrityError, *concerned: Sequence) -> None:
+        """An invariant is broken: ends the sequences concerned, mends the ledger, and goes on."""
+        self.counters.integrity_violations += 1
+        logger.error("KV block ledger damaged: %s", error.message)
+        damaged = {sequence.request_id: sequence for sequence in concerned}
+        for request_id in error.request_ids:
+            if request_id in self._live:
+                damaged[request_id] = self._live[request_id]
+        self.block_manager.repair(damaged.values())
+        for sequence in damaged.values():
+            if sequence.request_id in self._live and not sequence.is_finished:
+                failure = RequestFailedError(f"the KV blocks of this request were damaged: {error.message}")
+                self._end(sequence, FinishReason.ERROR, error=failure)
+
+    # ---------------------------------------------------------------- running sequences
+
+    def _schedule_running(self, plan: _Plan) -> bool:
+        """Gives each running sequence its next tokens, decodes before prompts. True if anybody was preempted."""
+        preemptions = self.counters.preemptions
+        prompts: list[Sequence] = []
+        for sequence in list(self._running):
+            if sequence.num_tokens - sequence.cached_token_count > 1:
+                prompts.append(sequence)
+            elif sequence.status is SequenceStatus.RUNNING:
+                self._schedule_decode(plan, sequence)
+        for sequence in prompts:
+            if plan.budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING:
+                self._schedule_chunk(plan, sequence)
+        return self.counters.preemptions > preemptions
+
+    def _schedule_decode(self, plan: _Plan, sequence: Sequence) -> None:
+        manager = self.block_manager
+        try:
+            while not manager.can_append_slot(sequence):
+                if self._preempt_newest(plan) is sequence:
+                    return
+            manager.append_slot_for_decode(sequence)
+        except IntegrityError as error:
+            self.contain(error, sequence)
+            return
+        plan.put(sequence, sequence.num_tokens)
+
+    def _schedule_chunk(self, plan: _Plan, sequence: Sequence) -> None:
+        """The next chunk of a prompt half done: as much as the budget and the free blocks give, at least one token."""
+        manager = self.block_manager
+        try:
+            while (room := self._room(sequence)) <= sequence.cached_token_count:
+                if self._preempt_newest(plan) is sequence:
+                    return
+            end = min(room, self._chunk_end(plan, sequence, sequence.cached_token_count))
+            manager.allocate_for_prefill(sequence, end)
+        except IntegrityError as error:
+            self.contain(error, sequence)
+            return
+        plan.put(sequence, end)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that the blocks it has and the free blocks could hold."""
+        blocks = len(sequence.block_table) + self.block_manager.get_num_free_blocks()
+        return blocks * self.block_manager.block_size
+
+    def _chunk_end(self, plan: _Plan, sequence: Sequence, start: int) -> int:
+        """Where a chunk from `start` ends: at the last token, the budget or the threshold for long prompts."""
+        count = min(plan.budget, sequence.num_tokens - start)
+        if self.config.long_prefill_token_threshold is not None:
+            count = min(count, self.config.long_prefill_token_threshold)
+        return start + count
+
+    def _preempt_newest(self, plan: _Plan) -> Sequence:
+        """Takes the blocks of the running sequence that came last, and puts it at the head of the queue."""
+        victim = self._running.pop()
+        plan.drop(victim)
+        victim.computed_high_water = max(victim.computed_high_water, victim.cached_token_count)
+        self._free(victim)
+        victim.num_preemptions += 1
+        self.counters.preemptions += 1
+        self._enqueue(victim)
+        return victim
+
+    # ---------------------------------------------------------------- admission
+
+    def _admit(self, plan: _Plan) -> None:
+        """Admits from the head of the queue while everything agrees.
+
+        A head that waits for blocks may be overtaken by requests of its own priority for which there is room, but by
+        no more than `max_head_bypasses` in all; one that was preempted is never overtaken.
+        """
+        reserved = self._reserved_blocks()
+        blocked: Sequence | None = None
+        position = 0
+        while position < len(self._waiting) and position <= BYPASS_LOOKAHEAD:
+            sequence = self._waiting[position]
+            if blocked is not None and not self._may_overtake(sequence, blocked):
+                break
+            refusal = self._refusal(plan, sequence, reserved)
+            if refusal is None:
+                reserved += self._start(plan, sequence)
+                if blocked is not None:
+                    blocked.times_bypassed += 1
+                continue
+            self._record_refusal(sequence, refusal)
+            if refusal not in ("no_free_blocks", "watermark"):
+                break
+            blocked = blocked or sequence
+            position += 1
+
+    def _may_overtake(self, sequence: Sequence, blocked: Sequence) -> bool:
+        return (
+            sequence.priority == blocked.priority
+            and blocked.num_preemptions == 0
+            and blocked.times_bypassed < self.config.max_head_bypasses
+        )
+
+    def _reserved_blocks(self) -> int:
+        """Blocks that admitted prompts still have to take for their later chunks."""
+        manager = self.block_manager
+        return sum(
+            max(0, manager.blocks_needed(sequence, sequence.num_tokens))
+            for sequence in self._running
+            if sequence.num_tokens - sequence.cached_token_count > 1
+        )
+
+    def _refusal(self, plan: _Plan, sequence: Sequence, reserved_blocks: int) -> str | None:
+        if len(self._running) >= self.max_running:
+            return "max_num_seqs"
+        if plan.budget == 0:
+            return "token_budget"
+        return self.block_manager.admission_refusal(sequence, reserved_blocks)
+
+    def _record_refusal(self, sequence: Sequence, reason: str) -> None:
+        """Counts the first "no" of a wait, once."""
+        if sequence.first_refusal is None:
+            sequence.first_refusal = reason
+            self.counters.rejections[reason] += 1
+
+    def _start(self, plan: _Plan, sequence: Sequence) -> int:
+        """Lets a waiting sequence run. Returns how many blocks its later chunks will need."""
+        manager = self.block_manager
+        hits = manager.num_cached_prefix_tokens(sequence)
+        end = self._chunk_end(plan, sequence, hits)  # blocks for all of it were asked for just now
+        manager.allocate_for_prefill(sequence, end)
+        self._leave_queue(sequence)
+        self._count_hits(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.first_refusal = None
+        sequence.times_bypassed = 0
+        insort(self._running, sequence, key=lambda one: one.rank)
+        plan.put(sequence, end)
+        return max(0, manager.blocks_needed(sequence, sequence.num_tokens))
+
+    def _count_hits(self, sequence: Sequence) -> None:
+        hits = sequence.cached_token_count
+        if sequence.first_admission_hits is None:
+            sequence.first_admission_hits = min(hits, sequence.num_prompt_tokens)
+            if self.block_manager.enable_prefix_caching and not sequence.skip_prefix_lookup:
+                self.counters.cache_query_tokens += sequence.num_tokens
+                self.counters.cache_hit_tokens += hits
+
+    # ---------------------------------------------------------------- results
+
+    def _advance(self, scheduled: ScheduledSequence, result: SampleResult) -> RequestOutput | None:
+        """Takes in what one sequence computed: counts its tokens, appends the sampled one, ends it if it is over."""
+        sequence = scheduled.sequence
+        if sequence.is_finished:
+            return None
+        if result.error is not None:
+            self._end(sequence, FinishReason.ERROR, error=result.error)
+            return None
+        self.block_manager.mark_computed(sequence, scheduled.end)
+        self._count_computed(scheduled)
+        self._release_followers(sequence)
+        if not scheduled.samples:
+            if sequence.max_generated_tokens == 0 and scheduled.end == sequence.num_tokens:
+                self._end(sequence, FinishReason.LENGTH, prompt_logprobs=result.prompt_logprobs)
+                return None
+            return self._output(sequence, result) if result.prompt_logprobs else None
+        if result.token_id is None:
+            raise InvalidRequestError(f"no token was sampled for {sequence.request_id}", param="tokens")
+        sequence.append_token(result.token_id)
+        self.counters.generated_tokens += 1
+        output = self._output(sequence, result)
+        reason = self._finish_reason(sequence, result.token_id)
+        if reason is not None:
+            if reason is FinishReason.STOP:
+                output.stop_token_id = result.token_id
+            self._close(sequence, output, reason)
+        return output
+
+    def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
+        return RequestOutput(
+            request_id=sequence.parent_request_id,
+            index=sequence.index,
+            new_token_ids=[] if result.token_id is None else [result.token_id],
+            num_cached_tokens=sequence.first_admission_hits or 0,
+            logprobs=None if result.logprobs is None else [result.logprobs],
+            prompt_logprobs=result.prompt_logprobs,
+        )
+
+    def _count_computed(self, scheduled: ScheduledSequence) -> None:
+        self.counters.computed_tokens += scheduled.end - scheduled.start
+        high_water = scheduled.sequence.computed_high_water
+        if high_water > scheduled.start:
+            self.counters.recomputed_tokens += min(high_water, scheduled.end) - scheduled.start
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        num_generated = len(sequence.generated_token_ids)
+        if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
+            return FinishReason.STOP
+        if sequence.max_generated_tokens is not None and num_generated >= sequence.max_generated_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _release_followers(self, leader: Sequence) -> None:
+        """Once the leader's prompt is computed its other samples may come, and find its blocks."""
+        if leader.request_id in self._followers and leader.cached_token_count >= leader.num_prompt_tokens:
+            for sequence in self._followers.pop(leader.request_id):
+                self._enqueue(sequence)
+
+    def _apply_aborts(self) -> None:
+        for request_id in self._abort_later:
+            sequence = self._live.get(request_id)
+            if sequence is not None and not sequence.is_finished:
+                self._end(sequence, FinishReason.ABORT)
+        self._abort_later.clear()
+
+    # ---------------------------------------------------------------- ends
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        error: MinivllmError | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
+        """Ends a sequence outside of a sampled token; its terminal output leaves with the next `update`."""
+        output = self._output(sequence, SampleResult(error=error, prompt_logprobs=prompt_logprobs))
+        output.error = error
+        self._close(sequence, output, reason)
+        self._ended.append(output)
+
+    def _close(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
+        """The one place where a sequence ends: out of its queue, blocks back, terminal output filled in."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._leave_queue(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        output.finished = True
+        output.finish_reason = reason
+        self.counters.finished[reason.value] += 1
+        self._free(sequence)
+        if self._on_end is not None:
+            self._on_end(sequence)
+        for follower in self._followers.pop(sequence.request_id, ()):
+            self._enqueue(follower)  # the leader is gone: each computes for itself
+
+    def _free(self, sequence: Sequence) -> None:
+        """Gives the blocks back. A table that names blocks of others is dropped instead, and the ledger mended."""
+        try:
+            self.block_manager.free_sequence(sequence)
+        except MinivllmError as error:
+            self.counters.integrity_violations += 1
+            logger.error("KV block ledger damaged: %s", error.message)
+            self.block_manager.repair([sequence])
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        for leader_id, group in self._followers.items():
+            if sequence in group:
+                group.remove(sequence)
+                if not group:
+                    del self._followers[leader_id]
+                return
+        self._waiting.remove(sequence)
+        self._waiting_tokens -= sequence.num_tokens
+
+    def _take_ended(self, before: list[RequestOutput] | None = None) -> list[RequestOutput]:
+        """All outputs that are due; ids whose terminal output is among them are free again."""
+        outputs = [*(before or ()), *self._ended]
+        self._ended = []
+        for output in outputs:
+            if output.finished:
+                self._forget(output)
+        return outputs
+
+    def _forget(self, output: RequestOutput) -> None:
+        group = self._samples.get(output.request_id)
+        if group is None:
+            self._live.pop(output.request_id, None)
+            return
+        sample = next(sequence for sequence in group if sequence.index == output.index)
+        group.remove(sample)
+        self._live.pop(sample.request_id, None)
+        if not group:
+            del self._samples[output.request_id]
+
+    # ---------------------------------------------------------------- checks at arrival
+
+    def _check_new(self, group: list[Sequence]) -> None:
+        for sequence in group:
+            if not sequence.prompt_token_ids:
+                raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
+            for request_id in {sequence.request_id, sequence.parent_request_id}:
+                if request_id in self._live or request_id in self._samples:
+                    raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        room = 0 if sequence.sampling_params.max_tokens == 0 else 1
+        if sequence.num_prompt_tokens + room > self.max_model_len:
+            self.counters.rejections["never_fits"] += 1
+            raise NeverFitsError(
+                f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {self.max_model_len} tokens "
+                "must hold it and at least one token of output",
+                param="prompt",
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                max_model_len=self.max_model_len,
+            )
+
+    def _check_queue(self, group: list[Sequence]) -> None:
+        most_requests, most_tokens = self.config.max_waiting_requests, self.config.max_waiting_tokens
+        waiting = self.num_waiting
+        new_tokens = sum(sequence.num_tokens for sequence in group)
+        too_many = most_requests is not None and waiting + len(group) > most_requests and waiting > 0
+        too_long = most_tokens is not None and self._waiting_tokens + new_tokens > most_tokens and waiting > 0
+        if too_many or too_long:
+            self.counters.rejections["queue_full"] += 1
+            raise EngineOverloadedError(
+                f"the server is overloaded: {waiting} requests of {self._waiting_tokens} tokens wait", retry_after_s=1.0
+            )
+
+    def _prepare_limits(self, sequence: Sequence) -> None:
+        params = sequence.sampling_params
+        if not params.ignore_eos:
+            sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
+        room = self.max_model_len - sequence.num_prompt_tokens
+        sequence.max_generated_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence, key=lambda one: one.queue_rank)
+        self._waiting_tokens += sequence.num_tokens
+
+
+class _Plan:
+    """A step in the making: who is in it so far, and how much of the token budget is left."""
+
+    __slots__ = ("budget", "scheduled")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.scheduled: dict[str, ScheduledSequence] = {}
+
+    def put(self, sequence: Sequence, end: int) -> None:
+        start = sequence.cached_token_count
+        samples = end == sequence.num_tokens and sequence.max_generated_tokens != 0
+        self.scheduled[sequence.request_id] = ScheduledSequence(sequence, start, end, samples)
+        self.budget -= end - start
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out again that was preempted after it had been scheduled."""
+        scheduled = self.scheduled.pop(sequence.request_id, None)
+        if scheduled is not None:
+            self.budget += scheduled.end - scheduled.start
