@@ -3,7 +3,7 @@
 One budget of tokens a step. Running sequences come first: decodes, then the next chunks of prompts half done; what is
 left goes to waiting ones, each of which is admitted only if the sequence limit, the budget and the block manager agree.
 When a running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is
-kept, and it is recomputed later. The oldest is never preempted for another, so it always advances and nothing can livelock.
+kept, and it is recomputed later. The oldest is never preempted for another, so it always advances: there is no livelock.
 
 Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's; the single notion of
 "compute tokens cached_token_count .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
@@ -40,7 +40,7 @@ BYPASS_LOOKAHEAD = 8
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Tokens `start .. end` of a sequence are computed in this step, and with `samples` a token is sampled after them."""
+    """Tokens `start .. end` of a sequence are computed in this step; with `samples`, one is sampled after them."""
 
     sequence: Sequence
     start: int
