@@ -1,0 +1,73 @@
+"""What README.md says must be true of the code: names, defaults and examples."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minivllm.actors.config import AppArgs
+from minivllm.core.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def as_written(value: Any) -> str:
+    """A default as one would write it in YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def test_configuration_tables_name_every_argument_once_in_order_with_its_default() -> None:
+    section = README.split("\n## Configuration\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
+    expected = [
+        (name, as_written(field.get_default(call_default_factory=True))) for name, field in AppArgs.model_fields.items()
+    ]
+    assert rows == expected
+
+
+def test_yaml_examples_use_arguments_that_exist() -> None:
+    examples = code_blocks("yaml")
+    assert examples
+    for example in examples:
+        for application in yaml.safe_load(example)["applications"]:
+            AppArgs(**application["args"])
+            module, attribute = application["import_path"].split(":")
+            assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize("source", code_blocks("python"))
+def test_python_examples_import_names_that_exist(source: str) -> None:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            module = importlib.import_module(node.module)
+            missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert not missing, f"{node.module} has no {missing}"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "SamplingParams":
+            SamplingParams(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
+
+
+def test_curl_example_sends_json() -> None:
+    bodies = re.findall(r"-d '(\{.*?\})'", "\n".join(code_blocks("bash")), flags=re.DOTALL)
+    assert bodies
+    for body in bodies:
+        assert json.loads(body)["model"] == AppArgs().model
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
+    assert targets
+    missing = [target for target in targets if not (ROOT / target).exists()]
+    assert not missing
