@@ -160,6 +160,7 @@ class BlockManager:
         return "watermark" if someone_runs and free - needed < self.watermark_blocks else None
 
     def can_append_slot(self, sequence: BlockSequence) -> bool:
+        """Is there a slot for its last token?"""
         return self.blocks_needed(sequence, sequence.num_tokens) <= self.pool.num_free
 
     def can_append_slots(self, sequences: Iterable[BlockSequence]) -> bool:
@@ -211,20 +212,27 @@ class BlockManager:
         A new block is opened at a block's border. Asked twice for one token, it gives the same slot twice. Raises
         NoFreeBlocksError, and then nothing has changed.
         """
-        position = sequence.num_tokens - 1
-        logical_block, offset = divmod(position, self.block_size)
+        num_tokens, table = sequence.num_tokens, sequence.block_table
+        logical_block, offset = divmod(num_tokens - 1, self.block_size)
+        holding = self._holdings.get(sequence.request_id)
+        if holding is None or holding.sequence is not sequence or self.validate:
+            holding = self._holding(sequence)
+        if logical_block >= len(table):
+            self._open_block(sequence, logical_block)
+            self._holdings[sequence.request_id] = holding
+        if holding.covered_tokens < num_tokens:
+            holding.covered_tokens = num_tokens
+        return Slot(table[logical_block], offset)
+
+    def _open_block(self, sequence: BlockSequence, logical_block: int) -> None:
         if logical_block > len(sequence.block_table):
             raise IntegrityError(
-                f"{sequence.request_id}: its table of {len(sequence.block_table)} blocks ends before the block of "
-                f"position {position}",
+                f"{sequence.request_id}: its table of {len(sequence.block_table)} blocks ends before logical block "
+                f"{logical_block}",
                 request_ids=(sequence.request_id,),
             )
-        holding = self._holding(sequence)
-        if logical_block == len(sequence.block_table):
-            self._require_free(1)
-            self._extend(sequence, 1)
-        self._cover(sequence, holding, position + 1)
-        return Slot(sequence.block_table[logical_block], offset)
+        self._require_free(1)
+        self._extend(sequence, 1)
 
     def slot_mapping(self, sequence: BlockSequence, start: int, end: int) -> list[int]:
         """Flat slots of tokens start..end, all of which the table must cover."""
@@ -243,9 +251,11 @@ class BlockManager:
         A block that turns out to be a copy of a cached one is swapped for it: the table is rewritten before the copy
         is freed, so that no table ever names a free block.
         """
-        holding = self._holding(sequence)
+        holding = self._holdings.get(sequence.request_id)
+        if holding is None or holding.sequence is not sequence or self.validate:
+            holding = self._holding(sequence)
         before = sequence.cached_token_count
-        if not before <= num_tokens <= min(holding.covered_tokens, sequence.num_tokens):
+        if not (before <= num_tokens <= holding.covered_tokens and num_tokens <= sequence.num_tokens):
             raise IntegrityError(
                 f"{sequence.request_id}: {num_tokens} tokens cannot be computed; {before} were, "
                 f"{holding.covered_tokens} are covered, {sequence.num_tokens} exist",
@@ -253,7 +263,8 @@ class BlockManager:
             )
         sequence.cached_token_count = num_tokens
         if self.enable_prefix_caching:
-            for index in range(before // self.block_size, num_tokens // self.block_size):
+            first, end = before // self.block_size, num_tokens // self.block_size
+            for index in range(first, end):
                 if not self._publish(sequence, index):
                     break
 

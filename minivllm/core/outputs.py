@@ -17,7 +17,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleResult:
     """What the model runner says of one scheduled sequence.
 

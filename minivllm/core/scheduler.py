@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minivllm.core.block_manager import BlockManager
 from minivllm.core.config import EngineConfig
@@ -38,8 +39,7 @@ BYPASS_LOOKAHEAD = 8
 """Requests behind a blocked head that are looked at in one step, so that a step's cost is independent of the queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Tokens `start .. end` of a sequence are computed in this step; with `samples`, one is sampled after them."""
 
     sequence: Sequence
@@ -219,6 +219,7 @@ class Scheduler:
             )
         self._in_flight = None
         self.counters.steps += bool(step.sequences)
+        self.counters.computed_tokens += step.num_tokens
         outputs: list[RequestOutput] = []
         for scheduled, token in zip(step.sequences, tokens, strict=True):
             if scheduled.sequence.request_id in self._abort_later:
@@ -231,6 +232,7 @@ class Scheduler:
                 continue
             if output is not None:
                 outputs.append(output)
+        self.counters.generated_tokens += sum(len(output.new_token_ids) for output in outputs)
         self._apply_aborts()
         return self._take_ended(before=outputs)
 
@@ -259,11 +261,13 @@ class Scheduler:
         """Gives each running sequence its next tokens, decodes before prompts. True if anybody was preempted."""
         preemptions = self.counters.preemptions
         prompts: list[Sequence] = []
+        # A decode takes one block at most: with that many free there is no need to ask for each.
+        ample = self.block_manager.get_num_free_blocks() >= len(self._running)
         for sequence in list(self._running):
             if sequence.num_tokens - sequence.cached_token_count > 1:
                 prompts.append(sequence)
             elif sequence.status is SequenceStatus.RUNNING:
-                self._schedule_decode(plan, sequence)
+                self._schedule_decode(plan, sequence, ample)
         for sequence in prompts:
             if plan.budget == 0:
                 break
@@ -271,10 +275,10 @@ class Scheduler:
                 self._schedule_chunk(plan, sequence)
         return self.counters.preemptions > preemptions
 
-    def _schedule_decode(self, plan: _Plan, sequence: Sequence) -> None:
+    def _schedule_decode(self, plan: _Plan, sequence: Sequence, ample: bool) -> None:
         manager = self.block_manager
         try:
-            while not manager.can_append_slot(sequence):
+            while not ample and not manager.can_append_slot(sequence):
                 if self._preempt_newest(plan) is sequence:
                     return
             manager.append_slot_for_decode(sequence)
@@ -410,8 +414,10 @@ class Scheduler:
             self._end(sequence, FinishReason.ERROR, error=result.error)
             return None
         self.block_manager.mark_computed(sequence, scheduled.end)
-        self._count_computed(scheduled)
-        self._release_followers(sequence)
+        if sequence.computed_high_water > scheduled.start:
+            self._count_recomputed(scheduled)
+        if self._followers:
+            self._release_followers(sequence)
         if not scheduled.samples:
             if sequence.max_generated_tokens == 0 and scheduled.end == sequence.num_tokens:
                 self._end(sequence, FinishReason.LENGTH, prompt_logprobs=result.prompt_logprobs)
@@ -420,7 +426,6 @@ class Scheduler:
         if result.token_id is None:
             raise InvalidRequestError(f"no token was sampled for {sequence.request_id}", param="tokens")
         sequence.append_token(result.token_id)
-        self.counters.generated_tokens += 1
         output = self._output(sequence, result)
         reason = self._finish_reason(sequence, result.token_id)
         if reason is not None:
@@ -430,20 +435,17 @@ class Scheduler:
         return output
 
     def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
-        return RequestOutput(
-            request_id=sequence.parent_request_id,
-            index=sequence.index,
-            new_token_ids=[] if result.token_id is None else [result.token_id],
-            num_cached_tokens=sequence.first_admission_hits or 0,
-            logprobs=None if result.logprobs is None else [result.logprobs],
-            prompt_logprobs=result.prompt_logprobs,
-        )
+        token_ids = [] if result.token_id is None else [result.token_id]
+        hits = sequence.first_admission_hits or 0
+        output = RequestOutput(sequence.parent_request_id, token_ids, False, None, hits, sequence.index)
+        if result.logprobs is not None:
+            output.logprobs = [result.logprobs]
+        output.prompt_logprobs = result.prompt_logprobs
+        return output
 
-    def _count_computed(self, scheduled: ScheduledSequence) -> None:
-        self.counters.computed_tokens += scheduled.end - scheduled.start
-        high_water = scheduled.sequence.computed_high_water
-        if high_water > scheduled.start:
-            self.counters.recomputed_tokens += min(high_water, scheduled.end) - scheduled.start
+    def _count_recomputed(self, scheduled: ScheduledSequence) -> None:
+        """Tokens of this chunk that had been computed before the sequence was preempted."""
+        self.counters.recomputed_tokens += min(scheduled.sequence.computed_high_water, scheduled.end) - scheduled.start
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         num_generated = len(sequence.generated_token_ids)
