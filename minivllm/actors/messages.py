@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +51,22 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observations by upper bound (`counts` has one entry more than `bounds`: the rest), and their sum.
-
-    `observe` is what the hot path calls; it costs one bisection.
-    """
+    """Counts of observations by upper bound, and their sum. The last entry of `counts` is for what no bound covers."""
 
     bounds: tuple[float, ...]
     counts: list[int]
     sum: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, list(self.counts), self.sum)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,101 @@
+"""build_app: the three deployments, bound to each other. `serve run` and the controller call it.
+
+Postponed annotations would turn the builder's parameter type into a string, and Serve would then hand it an unchecked
+dict: this file must not import them.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from minivllm.actors.config import AppArgs
+from minivllm.actors.engine import Engine, EngineSettings, load_engine
+from minivllm.actors.ingress import Ingress
+from minivllm.actors.metrics import Metrics
+from minivllm.core.config import EngineConfig
+
+if TYPE_CHECKING:
+    from minivllm.core.engine import LLMEngine
+
+logger = logging.getLogger("minivllm.app")
+
+MAX_ONGOING_REQUESTS = 100_000
+"""Far above what the engine admits: Serve never holds a request back, so a refusal is ours, with our error body."""
+
+REPLICA_ENV_VARS = {
+    # User code, router and Serve's own work on one asyncio loop: no hand-over between threads for each token.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # The access log goes to disk in larger pieces.
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+    # A prompt of a million tokens is larger than gRPC's default limit of 4 MiB.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024**2),
+}
+
+
+def build_app(args: AppArgs) -> Application:
+    """The application, from the `args:` of serve_config.yaml. Starts nothing itself."""
+    return bind_app(args)
+
+
+def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] = load_engine) -> Application:
+    """The same with another way to make the engine. `build_engine` must be importable where the replicas run."""
+    device = _choose_device(args.device)
+    metrics = serve.deployment(Metrics, name="Metrics").options(
+        max_ongoing_requests=1000,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_wait_loop_s=0.1,
+        ray_actor_options=_actor_options(num_cpus=0),
+    ).bind(args.metrics_history_size)
+    engine = serve.deployment(Engine, name="Engine").options(
+        num_replicas=1,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.2,
+        # A model that cannot be loaded will not load the twentieth time either.
+        max_constructor_retry_count=2,
+        ray_actor_options=_actor_options(
+            num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
+        ),
+    ).bind(
+        args.engine_config(device=device),
+        EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s),
+        metrics,
+        build_engine,
+    )
+    return Ingress.options(
+        num_replicas=args.num_ingress_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.2,
+        ray_actor_options=_actor_options(num_cpus=0.1),
+    ).bind(args, engine, metrics)
+
+
+def _choose_device(device: str) -> str:
+    """Either cuda or cpu. `auto` takes a GPU that the cluster has now; one that an autoscaler would add must be asked
+    for with `device: cuda`. An engine without a GPU of its own is told so: Ray does not hide the GPUs from it."""
+    if device != "auto":
+        return device
+    if not ray.is_initialized():
+        return "cpu"
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+def _actor_options(
+    *, num_cpus: float, num_gpus: float = 0, env_vars: dict[str, str] | None = None
+) -> dict[str, Any]:
+    return {
+        "num_cpus": num_cpus,
+        "num_gpus": num_gpus,
+        "runtime_env": {"env_vars": REPLICA_ENV_VARS | (env_vars or {})},
+    }

@@ -1,0 +1,372 @@
+"""EngineLoop: one thread that owns the LLMEngine, and the asyncio side that passes messages to it and back.
+
+    asyncio loop                                       step thread
+    submit, abort, stats, owners ...  -- inbox -->     between two steps: do what the inbox says
+    collectors, futures               <-- _deliver --  once per step: outputs, answers, now and then a snapshot
+
+The thread alone touches the engine; everything else here belongs to the loop, so there is not one lock. No Ray: the
+deployment around it is in `engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from minivllm.actors.collector import Collector
+from minivllm.actors.latencies import Latencies
+from minivllm.actors.messages import EngineSnapshot, GenerateRequest
+from minivllm.core.errors import EngineDeadError, InvalidRequestError
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.sequence import FinishReason
+from minivllm.core.stats import EngineStats
+
+if TYPE_CHECKING:
+    from minivllm.core.engine import LLMEngine
+
+logger = logging.getLogger("minivllm.engine")
+
+T = TypeVar("T")
+Work = Callable[["LLMEngine"], Any]
+Answer = Callable[[Any, BaseException | None], None]
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    """What the loop knows of a request from `submit` to its last terminal output."""
+
+    collector: Collector
+    open_samples: set[int]
+    latencies: Latencies
+    is_aborted: bool = False
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. Create it, `start` it and use it on one asyncio loop.
+
+    Args:
+        build_engine: called in the thread; loads the model. What it raises, `start` raises.
+        consumer_timeout_s: a request whose outputs nobody asks for so long is aborted.
+        stall_timeout_s: `check_health` fails when one step takes longer.
+        on_snapshot: called on the loop at most once per `snapshot_interval_s`, and once when the engine becomes idle.
+    """
+
+    def __init__(
+        self,
+        build_engine: Callable[[], LLMEngine],
+        *,
+        consumer_timeout_s: float = 60.0,
+        stall_timeout_s: float = 300.0,
+        on_snapshot: Callable[[EngineSnapshot], None] | None = None,
+        snapshot_interval_s: float = 0.25,
+    ) -> None:
+        self.consumer_timeout_s = consumer_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.engine_id = uuid.uuid4().hex[:12]
+        self.started_at = 0.0
+        self.last_stats = EngineStats()
+        self._build_engine = build_engine
+        self._on_snapshot = on_snapshot
+        self._snapshot_interval_s = snapshot_interval_s
+        self._snapshot_number = 0
+        self._live: dict[str, _LiveRequest] = {}
+        self._latencies = Latencies.histograms()
+        self._death: EngineDeadError | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
+        # Shared with the thread.
+        self._inbox: queue.SimpleQueue[tuple[Work, Answer | None]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+
+    # ---- asyncio side ----
+
+    async def start(self) -> None:
+        """Builds the engine in its thread; returns when it is ready."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._ready
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in. Live requests end with EngineDeadError."""
+        self._is_stopping = True
+        self._inbox.put((_nothing, None))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+        """Outputs of one request, merged from what came since the consumer last asked.
+
+        A refusal is raised at once: InvalidRequestError (also for the id of a live request), NeverFitsError,
+        EngineOverloadedError, EngineDeadError. However the iteration ends, nothing of the request stays behind.
+        """
+        collector = Collector()
+        try:
+            await self.submit(request, collector)
+            while not self.has_ended(request.request_id, collector):
+                yield await collector.take()
+            if not collector.is_empty:
+                yield await collector.take()
+        finally:
+            self.discard(request.request_id, collector)
+
+    async def submit(self, request: GenerateRequest, collector: Collector) -> None:
+        """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises."""
+        request_id = request.request_id
+        self._raise_if_dead()
+        if request_id in self._live:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        now = time.monotonic()
+        live = _LiveRequest(collector, set(range(request.sampling_params.n)), Latencies(self._latencies, now))
+        self._live[request_id] = live
+        accepted: asyncio.Future[None] = self._loop.create_future()
+        self._inbox.put((partial(_add, request, now), partial(self._on_added, request_id, accepted)))
+        self._watch_leases()
+        try:
+            await accepted
+        except asyncio.CancelledError:
+            self.discard(request_id, collector)
+            raise
+
+    def has_ended(self, request_id: str, collector: Collector) -> bool:
+        """Whether all outputs of the request have reached its collector."""
+        live = self._live.get(request_id)
+        return live is None or live.collector is not collector
+
+    def discard(self, request_id: str, collector: Collector) -> None:
+        """The consumer is gone: aborts the request if it still runs. Later calls, and other consumers', do nothing."""
+        if not self.has_ended(request_id, collector):
+            self.abort(request_id)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or sample `index` of it, between two steps. Its terminal outputs still come."""
+        live = self._live.get(request_id)
+        if live is None or live.is_aborted:
+            return
+        if index is None:
+            live.is_aborted = True
+        self._inbox.put((partial(_abort, request_id, index), None))
+
+    async def call(self, work: Callable[[LLMEngine], T]) -> T:
+        """Runs `work(engine)` in the thread, between two steps. Raises what it raises."""
+        self._raise_if_dead()
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put((work, partial(_settle, future)))
+        return await future
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Fresh, taken between two steps; of a dead engine, the last."""
+        with contextlib.suppress(EngineDeadError):
+            self.last_stats = await self.call(_stats)
+        return self._make_snapshot()
+
+    def last_snapshot(self) -> EngineSnapshot:
+        return self._make_snapshot()
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._live)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError when the engine failed, its thread ended, or a step takes longer than stall_timeout_s.
+
+        Looks at progress only: a long queue or a slow model is not a fault.
+        """
+        self._raise_if_dead()
+        busy_since = self._busy_since
+        if busy_since is not None and time.monotonic() - busy_since > self.stall_timeout_s:
+            raise EngineDeadError(f"the engine has been in one step for over {self.stall_timeout_s:g} s")
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            # A new one each time: an exception that is raised again and again drags all its tracebacks along.
+            raise EngineDeadError(self._death.message)
+
+    def _make_snapshot(self) -> EngineSnapshot:
+        self._snapshot_number += 1
+        return EngineSnapshot(
+            stats=self.last_stats,
+            engine_id=self.engine_id,
+            number=self._snapshot_number,
+            time=time.time(),
+            started_at=self.started_at,
+            is_dead=self._death is not None,
+            histograms={name: histogram.copy() for name, histogram in self._latencies.items()},
+        )
+
+    def _on_added(
+        self, request_id: str, accepted: asyncio.Future[None], _: Any, error: BaseException | None
+    ) -> None:
+        if error is not None:
+            del self._live[request_id]
+        _settle(accepted, None, error)
+
+    def _deliver(
+        self,
+        now: float,
+        outputs: list[RequestOutput],
+        answers: list[tuple[Answer, Any, BaseException | None]],
+        stats: EngineStats | None,
+    ) -> None:
+        """The one message a step: all it brought. `now`: time.monotonic() when the step was over."""
+        for answer, result, error in answers:
+            answer(result, error)
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            if output.new_token_ids:
+                live.latencies.tokens_arrived(output.index, len(output.new_token_ids), now)
+            if output.finished:
+                self._close_sample(output.request_id, live, output.index, now)
+            live.collector.push(output)
+        if stats is not None:
+            self.last_stats = stats
+            if self._on_snapshot is not None:
+                self._on_snapshot(self._make_snapshot())
+
+    def _close_sample(self, request_id: str, live: _LiveRequest, index: int, now: float) -> None:
+        live.open_samples.discard(index)
+        if not live.open_samples:
+            live.latencies.request_ended(now)
+            del self._live[request_id]
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        """The thread has ended. Whatever still waits for it is told so."""
+        self._death = error
+        while not self._inbox.empty():
+            _, answer = self._inbox.get_nowait()
+            if answer is not None:
+                answer(None, error)
+        for request_id, live in list(self._live.items()):
+            for index in sorted(live.open_samples):
+                live.collector.push(
+                    RequestOutput(request_id, finished=True, finish_reason=FinishReason.ERROR, index=index, error=error)
+                )
+        self._live.clear()
+        if self._on_snapshot is not None:
+            self._on_snapshot(self._make_snapshot())
+
+    def _watch_leases(self) -> None:
+        if self._lease_timer is None:
+            self._lease_timer = self._loop.call_later(min(1.0, self.consumer_timeout_s / 4), self._check_leases)
+
+    def _check_leases(self) -> None:
+        self._lease_timer = None
+        now = time.monotonic()
+        for request_id, live in list(self._live.items()):
+            if not live.is_aborted and live.collector.seconds_unpolled(now) > self.consumer_timeout_s:
+                logger.warning("request %s: nobody has asked for its output for %.0f s; aborted",
+                               request_id, self.consumer_timeout_s)
+                self.abort(request_id)
+        if self._live:
+            self._watch_leases()
+
+    # ---- step thread ----
+
+    def _run(self) -> None:
+        try:
+            engine = self._build_engine()
+        except BaseException as error:
+            self._post(_settle, self._ready, None, error)
+            return
+        self.started_at = time.time()
+        self._post(_settle, self._ready, None, None)
+        try:
+            self._step_forever(engine)
+            death = EngineDeadError("the engine was stopped")
+        except EngineDeadError as error:
+            death = error
+        except BaseException as error:
+            logger.exception("the engine failed")
+            death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+        self._busy_since = None
+        self._post(self._on_death, death)
+
+    def _step_forever(self, engine: LLMEngine) -> None:
+        outputs: list[RequestOutput] = []
+        idle_is_reported = False
+        next_snapshot = 0.0
+        while not self._is_stopping:
+            is_idle = not engine.has_unfinished_requests()
+            answers = self._read_inbox(engine, block=is_idle and idle_is_reported)
+            now = time.monotonic()
+            is_idle = not engine.has_unfinished_requests()
+            stats = None
+            if now >= next_snapshot or (is_idle and not idle_is_reported):
+                stats = engine.stats()
+                next_snapshot = now + self._snapshot_interval_s
+            if outputs or answers or stats is not None:
+                self._post(self._deliver, now, outputs, answers, stats)
+            idle_is_reported = is_idle
+            if engine.is_dead:
+                raise EngineDeadError("the engine is dead: a forward pass failed")
+            outputs = [] if is_idle else engine.step()
+
+    def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[tuple[Answer, Any, BaseException | None]]:
+        """Does all that the inbox says. With `block`, sleeps until it says something."""
+        answers: list[tuple[Answer, Any, BaseException | None]] = []
+        while True:
+            try:
+                if block:
+                    self._busy_since = None
+                work, answer = self._inbox.get(block)
+                block = False
+                self._busy_since = time.monotonic()
+            except queue.Empty:
+                self._busy_since = time.monotonic()
+                return answers
+            result, error = None, None
+            try:
+                result = work(engine)
+            except Exception as raised:
+                error = raised
+            if answer is not None:
+                answers.append((answer, result, error))
+            elif error is not None:
+                logger.error("a message to the engine failed", exc_info=error)
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        # A loop that is closed belongs to a process that is going down.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _nothing(engine: LLMEngine) -> None:
+    """Wakes the thread."""
+
+
+def _add(request: GenerateRequest, arrival_time: float, engine: LLMEngine) -> None:
+    engine.add_request(
+        request.request_id,
+        request.prompt_token_ids,
+        request.sampling_params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrival_time=arrival_time,
+    )
+
+
+def _abort(request_id: str, index: int | None, engine: LLMEngine) -> None:
+    engine.abort_request(request_id, index)
+
+
+def _stats(engine: LLMEngine) -> EngineStats:
+    return engine.stats()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
