@@ -1,0 +1,237 @@
+"""Paged attention in plain torch: the meaning that every other backend is measured against, on any device.
+
+A step is cut into tiles. A tile is a run of queries of one sequence; the context it needs ends at its last query.
+Tiles with equally many queries are stacked to groups, the K and V of a group are gathered through the block tables,
+filled up to the longest context, and attended to under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from minivllm.core.attention.base import AttentionBackend, AttentionLayer
+from minivllm.core.kv_cache import KVCachePool
+from minivllm.core.model_input import ModelInput
+
+MAX_TILE_QUERIES = 128
+"""Queries a tile: fewer waste less of the causal half, more make larger products."""
+
+MAX_GROUP_SCORES = 2**22
+MAX_GROUP_KEYS = 2**16
+"""Scores of one head, and keys, that a group may hold at once unless it is a single tile: they bound the memory of a
+layer whatever the step looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`num_queries` packed rows from `first_row` on, of one sequence, that attend to keys first_key .. context_len."""
+
+    sequence: int
+    first_row: int
+    num_queries: int
+    context_len: int
+    first_block: int
+
+    def num_blocks(self, block_size: int) -> int:
+        return -(-self.context_len // block_size) - self.first_block
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """G tiles of Q queries, their contexts filled up to K keys. All tensors are on the device of the pool.
+
+    Attributes:
+        rows: (G, Q) packed rows of the queries.
+        blocks: (G, N) physical blocks with the keys; K = N * block_size.
+        hidden: (G, K) keys that no query of the tile may see: beyond the context, so possibly never written.
+        allowed: (G, Q, K) which query attends to which key.
+    """
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    hidden: torch.Tensor
+    allowed: torch.Tensor
+
+
+class ReferenceBackend(AttentionBackend):
+    """Scores and softmax in float32 (float64 for float64), whatever the model's type. Clear rather than fast."""
+
+    name = "reference"
+
+    @classmethod
+    def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+        return None
+
+    def forward(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        model_input: ModelInput,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        key_cache = model_input.kv_cache.key_cache[layer_index]
+        value_cache = model_input.kv_cache.value_cache[layer_index]
+        write(key_cache, key, model_input.slot_mapping)
+        write(value_cache, value, model_input.slot_mapping)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for group in plan(model_input, sliding_window):
+            queries = query[group.rows].transpose(1, 2)
+            keys = gather(key_cache, group)
+            values = gather(value_cache, group)
+            attended = self.attend(queries, keys, values, group.allowed.unsqueeze(1), scale, softcap)
+            output[group.rows] = attended.transpose(1, 2)
+        return output
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention within a group.
+
+        Args:
+            query: (G, num_query_heads, Q, head_size).
+            key, value: (G, num_kv_heads, K, head_size), finite everywhere.
+            allowed: (G, 1, Q, K); every query may see at least one key.
+
+        Returns:
+            As `query`.
+        """
+        group_size, num_query_heads, num_queries, head_size = query.shape
+        num_kv_heads = key.shape[1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        # Query heads that share a KV head stand together: (G, num_kv_heads, heads a KV head * Q, head_size).
+        shared = query.to(wide).reshape(group_size, num_kv_heads, -1, head_size)
+        scores = torch.matmul(shared, key.to(wide).transpose(2, 3)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.view(group_size, num_query_heads, num_queries, -1).masked_fill(~allowed, -torch.inf)
+        weights = torch.softmax(scores, dim=-1).view(group_size, num_kv_heads, shared.shape[2], -1)
+        return torch.matmul(weights, value.to(wide)).view(query.shape).to(query.dtype)
+
+
+class SdpaBackend(ReferenceBackend):
+    """The same, with torch's fused attention within a group: no scores in memory, on CPU and CUDA."""
+
+    name = "sdpa"
+
+    @classmethod
+    def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+        if any(layer.softcap is not None for layer in layers):
+            return "torch's fused attention cannot cap its scores"
+        return None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        heads_a_key = query.shape[1] // key.shape[1]
+        if heads_a_key > 1:
+            key = key.repeat_interleave(heads_a_key, dim=1)
+            value = value.repeat_interleave(heads_a_key, dim=1)
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+
+
+def write(cache: torch.Tensor, states: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Puts K or V (T, num_kv_heads, head_size) into their slots of one layer's cache."""
+    block_size = cache.shape[2]
+    cache[slot_mapping // block_size, :, slot_mapping % block_size] = states
+
+
+def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
+    """K or V of a group, (G, num_kv_heads, K, head_size). What lies beyond a context is zero, not what was there:
+    a weight of zero would not stop a NaN."""
+    _, num_kv_heads, _, head_size = cache.shape
+    blocks = cache[group.blocks].transpose(1, 2)
+    states = blocks.reshape(group.blocks.shape[0], num_kv_heads, -1, head_size)
+    return states.masked_fill_(group.hidden[:, None, :, None], 0)
+
+
+def plan(model_input: ModelInput, sliding_window: int | None) -> list[Group]:
+    """The groups of a step; layers of the same window share them."""
+    key = ("reference", sliding_window)
+    if key not in model_input.plans:
+        pool = model_input.kv_cache
+        stacks = stack(tiles(model_input, sliding_window), pool.block_size)
+        model_input.plans[key] = [make_group(stack_, model_input, sliding_window) for stack_ in stacks]
+    groups: list[Group] = model_input.plans[key]
+    return groups
+
+
+def tiles(model_input: ModelInput, sliding_window: int | None) -> list[Tile]:
+    layout = model_input.layout
+    block_size = model_input.kv_cache.block_size
+    result = []
+    for sequence in range(layout.num_sequences):
+        start, end = int(layout.query_starts[sequence]), int(layout.query_starts[sequence + 1])
+        context_len = int(layout.context_lens[sequence])
+        for first_row in range(start, end, MAX_TILE_QUERIES):
+            num_queries = min(MAX_TILE_QUERIES, end - first_row)
+            first_position = context_len - end + first_row
+            oldest_key = 0 if sliding_window is None else max(0, first_position - sliding_window + 1)
+            result.append(
+                Tile(sequence, first_row, num_queries, first_position + num_queries, oldest_key // block_size)
+            )
+    return result
+
+
+def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
+    """Tiles of equally many queries together, of similar context length, as many as the limits allow."""
+    current: list[Tile] = []
+    for tile in sorted(all_tiles, key=lambda tile: (tile.num_queries, tile.num_blocks(block_size)), reverse=True):
+        if current:
+            longest = current[0].num_blocks(block_size)
+            keys = (len(current) + 1) * longest * block_size
+            alike = tile.num_queries == current[0].num_queries and 2 * tile.num_blocks(block_size) >= longest
+            if not alike or keys > MAX_GROUP_KEYS or keys * tile.num_queries > MAX_GROUP_SCORES:
+                yield current
+                current = []
+        current.append(tile)
+    if current:
+        yield current
+
+
+def make_group(stacked: list[Tile], model_input: ModelInput, sliding_window: int | None) -> Group:
+    pool: KVCachePool = model_input.kv_cache
+    device = model_input.positions.device
+
+    def column(values: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(device).unsqueeze(1)
+
+    first_blocks = column([tile.first_block for tile in stacked])
+    context_lens = column([tile.context_len for tile in stacked])
+    rows = column([tile.first_row for tile in stacked]) + torch.arange(stacked[0].num_queries, device=device)
+    num_blocks = max(tile.num_blocks(pool.block_size) for tile in stacked)
+
+    logical = first_blocks + torch.arange(num_blocks, device=device)
+    # A tile's context may end before the last column, and with a window begin late: stay inside the table.
+    logical_in_table = logical.clamp(max=model_input.block_tables.shape[1] - 1)
+    sequences = column([tile.sequence for tile in stacked])
+    blocks = model_input.block_tables[sequences, logical_in_table].long()
+
+    keys = (first_blocks * pool.block_size) + torch.arange(num_blocks * pool.block_size, device=device)
+    hidden = keys >= context_lens
+    query_positions = model_input.positions[rows].unsqueeze(2)
+    allowed = keys.unsqueeze(1) <= query_positions
+    if sliding_window is not None:
+        allowed &= keys.unsqueeze(1) > query_positions - sliding_window
+    return Group(rows, blocks, hidden, allowed)
