@@ -14,9 +14,10 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import EngineDeadError, IntegrityError, InvalidRequestError
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler import DEFAULT_TOKEN_BUDGET, ScheduledStep, Scheduler
+from minivllm.core.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
 from minivllm.core.sequence import Sequence
 from minivllm.core.stats import EngineStats
+from minivllm.core.step import ScheduledStep
 
 logger = logging.getLogger(__name__)
 

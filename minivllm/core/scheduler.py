@@ -3,7 +3,7 @@
 One budget of tokens a step. Running sequences come first: decodes, then the next chunks of prompts half done; what is
 left goes to waiting ones, each of which is admitted only if the sequence limit, the budget and the block manager agree.
 When a running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is
-kept, and it is recomputed later. The oldest is never preempted for another, so it always advances: there is no livelock.
+kept, and it is recomputed later. The oldest is never preempted for another, so it always advances: no livelock.
 
 Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's; the single notion of
 "compute tokens cached_token_count .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from minivllm.core.block_manager import BlockManager
 from minivllm.core.config import EngineConfig
@@ -29,49 +26,20 @@ from minivllm.core.errors import (
     NeverFitsError,
     RequestFailedError,
 )
+from minivllm.core.live_requests import LiveRequests
 from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
 from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
+from minivllm.core.stats import SchedulerCounters
+from minivllm.core.step import ScheduledSequence, ScheduledStep, StepPlan
+from minivllm.core.waiting_queue import WaitingQueue
+
+__all__ = ["ScheduledSequence", "ScheduledStep", "Scheduler"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKEN_BUDGET = 512
 BYPASS_LOOKAHEAD = 8
 """Requests behind a blocked head that are looked at in one step, so that a step's cost is independent of the queue."""
-
-
-class ScheduledSequence(NamedTuple):
-    """Tokens `start .. end` of a sequence are computed in this step; with `samples`, one is sampled after them."""
-
-    sequence: Sequence
-    start: int
-    end: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """What one step computes. The block tables of its sequences cover every `end` and do not change until `update`."""
-
-    sequences: tuple[ScheduledSequence, ...]
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Sums since the start; they only grow."""
-
-    steps: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    cache_query_tokens: int = 0
-    cache_hit_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    integrity_violations: int = 0
-    rejections: Counter[str] = field(default_factory=Counter)
-    finished: Counter[str] = field(default_factory=Counter)
 
 
 class Scheduler:
@@ -104,23 +72,19 @@ class Scheduler:
         # Every running sequence must get a token in every step, so no more may run than the budget has tokens.
         self.max_running = min(config.max_num_seqs, self.token_budget)
         self.counters = SchedulerCounters()
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
-        self._live: dict[str, Sequence] = {}
-        self._samples: dict[str, list[Sequence]] = {}  # request id -> its samples, for n > 1
-        self._followers: dict[str, list[Sequence]] = {}  # leader's id -> samples that wait for its prompt's blocks
+        self._live = LiveRequests()
         self._ended: list[RequestOutput] = []
         self._abort_later: set[str] = set()
         self._in_flight: ScheduledStep | None = None
-        self._waiting_tokens = 0
 
     # ---------------------------------------------------------------- what one can see
 
     @property
     def waiting(self) -> list[Sequence]:
         """Waiting sequences in queue order: by priority; of one priority the preempted before the new."""
-        followers = [sequence for group in self._followers.values() for sequence in group]
-        return sorted([*self._waiting, *followers], key=lambda sequence: sequence.queue_rank)
+        return self._waiting.in_order()
 
     @property
     def running(self) -> list[Sequence]:
@@ -129,7 +93,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + sum(map(len, self._followers.values()))
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -137,7 +101,7 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         """True until the last terminal output has been handed out."""
-        return bool(self._live or self._ended)
+        return bool(len(self._live) or self._ended)
 
     # ---------------------------------------------------------------- coming and going
 
@@ -148,33 +112,24 @@ class Scheduler:
         EngineOverloadedError (the queue is full).
         """
         group = [sequence, *followers]
-        self._check_new(group)
+        self._live.check_new(group)
         self._check_fits(sequence)
         self._check_queue(group)
         for sample in group:
             self._prepare_limits(sample)
-            self._live[sample.request_id] = sample
+        self._live.add(group)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.num_prompt_tokens
-        if followers:
-            self._samples[sequence.parent_request_id] = group
-        self._enqueue(sequence)
-        if followers and self.block_manager.enable_prefix_caching:
-            # They would all miss in the same step; one step later the first one's blocks are theirs to share.
-            self._followers[sequence.request_id] = list(followers)
+        self._waiting.add(sequence)
+        if self.block_manager.enable_prefix_caching and followers:
+            self._waiting.add_followers(sequence, list(followers))
         else:
             for sample in followers:
-                self._enqueue(sample)
+                self._waiting.add(sample)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it, wherever it is. Unknown and ended ids are a no-op."""
-        samples = self._samples.get(request_id)
-        if samples is None:
-            sequence = self._live.get(request_id)
-            samples = [sequence] if sequence is not None else []
-        for sequence in list(samples):
-            if sequence.is_finished or (index is not None and sequence.index != index):
-                continue
+        for sequence in self._live.unfinished(request_id, index):
             if self._in_flight is None:
                 self._end(sequence, FinishReason.ABORT)
             else:
@@ -184,9 +139,8 @@ class Scheduler:
         """A step could not be computed: ends every live sequence with `error`, and hands the outputs out."""
         self._in_flight = None
         self._abort_later.clear()
-        for sequence in list(self._live.values()):
-            if not sequence.is_finished:
-                self._end(sequence, FinishReason.ERROR, error=error)
+        for sequence in self._live.unfinished():
+            self._end(sequence, FinishReason.ERROR, error=error)
         return self._take_ended()
 
     # ---------------------------------------------------------------- a step
@@ -195,14 +149,12 @@ class Scheduler:
         """Decides the next step and takes the blocks it needs. Empty when nothing can run."""
         if self._in_flight is not None:
             raise InvalidRequestError("schedule() was called again before update()", param="step")
-        plan = _Plan(self.token_budget)
+        plan = StepPlan(self.token_budget)
         preempted = self._schedule_running(plan)
         if not preempted:  # there is no room then, and the preempted must not be overtaken
             self._admit(plan)
-        sequences = tuple(plan.scheduled.values())
-        step = ScheduledStep(sequences, self.token_budget - plan.budget)
-        self._in_flight = step
-        return step
+        self._in_flight = plan.freeze()
+        return self._in_flight
 
     def update(self, step: ScheduledStep, tokens: SequenceOf[int | SampleResult | None]) -> list[RequestOutput]:
         """Takes a computed step in, and returns what is new, terminal outputs of aborts included.
@@ -247,17 +199,18 @@ class Scheduler:
         logger.error("KV block ledger damaged: %s", error.message)
         damaged = {sequence.request_id: sequence for sequence in concerned}
         for request_id in error.request_ids:
-            if request_id in self._live:
-                damaged[request_id] = self._live[request_id]
+            sequence = self._live.sequence(request_id)
+            if sequence is not None:
+                damaged[request_id] = sequence
         self.block_manager.repair(damaged.values())
         for sequence in damaged.values():
-            if sequence.request_id in self._live and not sequence.is_finished:
+            if not sequence.is_finished:
                 failure = RequestFailedError(f"the KV blocks of this request were damaged: {error.message}")
                 self._end(sequence, FinishReason.ERROR, error=failure)
 
     # ---------------------------------------------------------------- running sequences
 
-    def _schedule_running(self, plan: _Plan) -> bool:
+    def _schedule_running(self, plan: StepPlan) -> bool:
         """Gives each running sequence its next tokens, decodes before prompts. True if anybody was preempted."""
         preemptions = self.counters.preemptions
         prompts: list[Sequence] = []
@@ -275,7 +228,7 @@ class Scheduler:
                 self._schedule_chunk(plan, sequence)
         return self.counters.preemptions > preemptions
 
-    def _schedule_decode(self, plan: _Plan, sequence: Sequence, ample: bool) -> None:
+    def _schedule_decode(self, plan: StepPlan, sequence: Sequence, ample: bool) -> None:
         manager = self.block_manager
         try:
             while not ample and not manager.can_append_slot(sequence):
@@ -287,7 +240,7 @@ class Scheduler:
             return
         plan.put(sequence, sequence.num_tokens)
 
-    def _schedule_chunk(self, plan: _Plan, sequence: Sequence) -> None:
+    def _schedule_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """The next chunk of a prompt half done: as much as the budget and the free blocks give, at least one token."""
         manager = self.block_manager
         try:
@@ -306,14 +259,14 @@ class Scheduler:
         blocks = len(sequence.block_table) + self.block_manager.get_num_free_blocks()
         return blocks * self.block_manager.block_size
 
-    def _chunk_end(self, plan: _Plan, sequence: Sequence, start: int) -> int:
+    def _chunk_end(self, plan: StepPlan, sequence: Sequence, start: int) -> int:
         """Where a chunk from `start` ends: at the last token, the budget or the threshold for long prompts."""
         count = min(plan.budget, sequence.num_tokens - start)
         if self.config.long_prefill_token_threshold is not None:
             count = min(count, self.config.long_prefill_token_threshold)
         return start + count
 
-    def _preempt_newest(self, plan: _Plan) -> Sequence:
+    def _preempt_newest(self, plan: StepPlan) -> Sequence:
         """Takes the blocks of the running sequence that came last, and puts it at the head of the queue."""
         victim = self._running.pop()
         plan.drop(victim)
@@ -321,12 +274,12 @@ class Scheduler:
         self._free(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
-        self._enqueue(victim)
+        self._waiting.add(victim)
         return victim
 
     # ---------------------------------------------------------------- admission
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Admits from the head of the queue while everything agrees.
 
         A head that waits for blocks may be overtaken by requests of its own priority for which there is room, but by
@@ -335,8 +288,8 @@ class Scheduler:
         reserved = self._reserved_blocks()
         blocked: Sequence | None = None
         position = 0
-        while position < len(self._waiting) and position <= BYPASS_LOOKAHEAD:
-            sequence = self._waiting[position]
+        while position < self._waiting.num_admissible and position <= BYPASS_LOOKAHEAD:
+            sequence = self._waiting.at(position)
             if blocked is not None and not self._may_overtake(sequence, blocked):
                 break
             refusal = self._refusal(plan, sequence, reserved)
@@ -367,7 +320,7 @@ class Scheduler:
             if sequence.num_tokens - sequence.cached_token_count > 1
         )
 
-    def _refusal(self, plan: _Plan, sequence: Sequence, reserved_blocks: int) -> str | None:
+    def _refusal(self, plan: StepPlan, sequence: Sequence, reserved_blocks: int) -> str | None:
         if len(self._running) >= self.max_running:
             return "max_num_seqs"
         if plan.budget == 0:
@@ -380,13 +333,13 @@ class Scheduler:
             sequence.first_refusal = reason
             self.counters.rejections[reason] += 1
 
-    def _start(self, plan: _Plan, sequence: Sequence) -> int:
+    def _start(self, plan: StepPlan, sequence: Sequence) -> int:
         """Lets a waiting sequence run. Returns how many blocks its later chunks will need."""
         manager = self.block_manager
         hits = manager.num_cached_prefix_tokens(sequence)
         end = self._chunk_end(plan, sequence, hits)  # blocks for all of it were asked for just now
         manager.allocate_for_prefill(sequence, end)
-        self._leave_queue(sequence)
+        self._waiting.remove(sequence)
         self._count_hits(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.first_refusal = None
@@ -416,8 +369,8 @@ class Scheduler:
         self.block_manager.mark_computed(sequence, scheduled.end)
         if sequence.computed_high_water > scheduled.start:
             self._count_recomputed(scheduled)
-        if self._followers:
-            self._release_followers(sequence)
+        if self._waiting.has_followers(sequence) and scheduled.end >= sequence.num_prompt_tokens:
+            self._waiting.release_followers(sequence)
         if not scheduled.samples:
             if sequence.max_generated_tokens == 0 and scheduled.end == sequence.num_tokens:
                 self._end(sequence, FinishReason.LENGTH, prompt_logprobs=result.prompt_logprobs)
@@ -455,15 +408,9 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _release_followers(self, leader: Sequence) -> None:
-        """Once the leader's prompt is computed its other samples may come, and find its blocks."""
-        if leader.request_id in self._followers and leader.cached_token_count >= leader.num_prompt_tokens:
-            for sequence in self._followers.pop(leader.request_id):
-                self._enqueue(sequence)
-
     def _apply_aborts(self) -> None:
-        for request_id in self._abort_later:
-            sequence = self._live.get(request_id)
+        for sequence_id in self._abort_later:
+            sequence = self._live.sequence(sequence_id)
             if sequence is not None and not sequence.is_finished:
                 self._end(sequence, FinishReason.ABORT)
         self._abort_later.clear()
@@ -489,7 +436,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
-            self._leave_queue(sequence)
+            self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         output.finished = True
@@ -498,8 +445,7 @@ class Scheduler:
         self._free(sequence)
         if self._on_end is not None:
             self._on_end(sequence)
-        for follower in self._followers.pop(sequence.request_id, ()):
-            self._enqueue(follower)  # the leader is gone: each computes for itself
+        self._waiting.release_followers(sequence)  # without a leader each computes for itself
 
     def _free(self, sequence: Sequence) -> None:
         """Gives the blocks back. A table that names blocks of others is dropped instead, and the ledger mended."""
@@ -510,45 +456,16 @@ class Scheduler:
             logger.error("KV block ledger damaged: %s", error.message)
             self.block_manager.repair([sequence])
 
-    def _leave_queue(self, sequence: Sequence) -> None:
-        for leader_id, group in self._followers.items():
-            if sequence in group:
-                group.remove(sequence)
-                if not group:
-                    del self._followers[leader_id]
-                return
-        self._waiting.remove(sequence)
-        self._waiting_tokens -= sequence.num_tokens
-
     def _take_ended(self, before: list[RequestOutput] | None = None) -> list[RequestOutput]:
         """All outputs that are due; ids whose terminal output is among them are free again."""
         outputs = [*(before or ()), *self._ended]
         self._ended = []
         for output in outputs:
             if output.finished:
-                self._forget(output)
+                self._live.forget(output)
         return outputs
 
-    def _forget(self, output: RequestOutput) -> None:
-        group = self._samples.get(output.request_id)
-        if group is None:
-            self._live.pop(output.request_id, None)
-            return
-        sample = next(sequence for sequence in group if sequence.index == output.index)
-        group.remove(sample)
-        self._live.pop(sample.request_id, None)
-        if not group:
-            del self._samples[output.request_id]
-
     # ---------------------------------------------------------------- checks at arrival
-
-    def _check_new(self, group: list[Sequence]) -> None:
-        for sequence in group:
-            if not sequence.prompt_token_ids:
-                raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
-            for request_id in {sequence.request_id, sequence.parent_request_id}:
-                if request_id in self._live or request_id in self._samples:
-                    raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
 
     def _check_fits(self, sequence: Sequence) -> None:
         room = 0 if sequence.sampling_params.max_tokens == 0 else 1
@@ -563,16 +480,11 @@ class Scheduler:
             )
 
     def _check_queue(self, group: list[Sequence]) -> None:
-        most_requests, most_tokens = self.config.max_waiting_requests, self.config.max_waiting_tokens
-        waiting = self.num_waiting
-        new_tokens = sum(sequence.num_tokens for sequence in group)
-        too_many = most_requests is not None and waiting + len(group) > most_requests and waiting > 0
-        too_long = most_tokens is not None and self._waiting_tokens + new_tokens > most_tokens and waiting > 0
-        if too_many or too_long:
+        try:
+            self._waiting.check_room(group, self.config.max_waiting_requests, self.config.max_waiting_tokens)
+        except EngineOverloadedError:
             self.counters.rejections["queue_full"] += 1
-            raise EngineOverloadedError(
-                f"the server is overloaded: {waiting} requests of {self._waiting_tokens} tokens wait", retry_after_s=1.0
-            )
+            raise
 
     def _prepare_limits(self, sequence: Sequence) -> None:
         params = sequence.sampling_params
@@ -580,30 +492,3 @@ class Scheduler:
             sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
         room = self.max_model_len - sequence.num_prompt_tokens
         sequence.max_generated_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence, key=lambda one: one.queue_rank)
-        self._waiting_tokens += sequence.num_tokens
-
-
-class _Plan:
-    """A step in the making: who is in it so far, and how much of the token budget is left."""
-
-    __slots__ = ("budget", "scheduled")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.scheduled: dict[str, ScheduledSequence] = {}
-
-    def put(self, sequence: Sequence, end: int) -> None:
-        start = sequence.cached_token_count
-        samples = end == sequence.num_tokens and sequence.max_generated_tokens != 0
-        self.scheduled[sequence.request_id] = ScheduledSequence(sequence, start, end, samples)
-        self.budget -= end - start
-
-    def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out again that was preempted after it had been scheduled."""
-        scheduled = self.scheduled.pop(sequence.request_id, None)
-        if scheduled is not None:
-            self.budget += scheduled.end - scheduled.start

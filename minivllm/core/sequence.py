@@ -124,11 +124,6 @@ class Sequence:
         return self.priority, self.arrival_time, self.arrival_number
 
     @property
-    def queue_rank(self) -> tuple[int, bool, float, int]:
-        """Order among waiting sequences: as `rank`, but of one priority the preempted ones go before the new."""
-        return self.priority, self.num_preemptions == 0, self.arrival_time, self.arrival_number
-
-    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 

@@ -1,7 +1,8 @@
-"""EngineStats: one plain, picklable snapshot of the engine."""
+"""EngineStats, one plain, picklable snapshot of the engine, and the counters it is made from."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,3 +42,21 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Sums since the start; they only grow."""
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    integrity_violations: int = 0
+    rejections: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
