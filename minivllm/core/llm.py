@@ -1,0 +1,317 @@
+"""LLM: the engine without a server, for offline work and tests."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+from minivllm.core.config import DEFAULT_MODEL, EngineConfig
+from minivllm.core.detokenizer import OutputText
+from minivllm.core.engine import LLMEngine
+from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, MinivllmError
+from minivllm.core.outputs import RequestOutput, TokenLogprobs
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import FinishReason
+from minivllm.core.tokenizer import Tokenizer, load_tokenizer
+
+Prompt: TypeAlias = str | list[int]
+Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sample of a prompt. `token_ids` and `logprobs` end where the text ends; see `OutputText`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    stop_reason: str | int | None = None
+    num_tokens: int = 0
+    error: MinivllmError | None = None
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """All samples of one prompt. The shortcuts `text`, `token_ids`, ... are those of the first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+
+class _Job:
+    """A prompt on its way through the engine."""
+
+    def __init__(
+        self, request_id: str, tokenizer: Tokenizer, prompt: Prompt, token_ids: list[int], params: SamplingParams
+    ) -> None:
+        self.params = params
+        self.is_counted = False
+        self.result = GenerationResult(request_id, prompt if isinstance(prompt, str) else None, token_ids)
+        self._texts = [OutputText(tokenizer, params) for _ in range(params.n)]
+        self._errors: dict[int, MinivllmError] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return all(text.finished for text in self._texts)
+
+    def take(self, output: RequestOutput) -> bool:
+        """Adds news of a sample. True when its text has come to a stop string, so that the engine must end it."""
+        text = self._texts[output.index]
+        if text.finished:
+            return False  # what the engine still had under way when the stop string was found
+        if output.index == 0:
+            self.result.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.result.prompt_logprobs = (self.result.prompt_logprobs or []) + output.prompt_logprobs
+        if output.error is not None:
+            self._errors[output.index] = output.error
+        delta = text.push(
+            output.new_token_ids,
+            output.logprobs,
+            finish_reason=output.finish_reason if output.finished else None,
+            stop_token_id=output.stop_token_id,
+        )
+        return delta.finish_reason is not None and not output.finished
+
+    def finish(self) -> GenerationResult:
+        self.result.outputs = [
+            Completion(
+                index=index,
+                text=text.text,
+                token_ids=text.token_ids,
+                finish_reason=text.finish_reason or FinishReason.ABORT,
+                logprobs=text.logprobs if self.params.logprobs is not None else None,
+                stop_reason=text.stop_reason,
+                num_tokens=text.num_tokens,
+                error=self._errors.get(index),
+            )
+            for index, text in enumerate(self._texts)
+        ]
+        return self.result
+
+
+class LLM:
+    """Generates text from prompts, all in one batch, in this process.
+
+    Not safe to use from several threads at once.
+
+    Args:
+        model: hub id, folder, `.gguf` file, or the packaged model.
+        engine_config: any field of `EngineConfig`. Unlike a server, the queue has no limit unless one is given.
+
+    Raises:
+        ValidationError: a wrong name or value (pydantic's, a ValueError).
+        ModelLoadError: the model cannot be served.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any) -> None:
+        config = EngineConfig(**{"max_waiting_requests": None, **engine_config, "model": model})
+        self.tokenizer: Tokenizer = load_tokenizer(config)
+        self.engine = LLMEngine(config)
+        self._numbers = itertools.count()
+
+    # -- what one calls ----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Items[Prompt],
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[GenerationResult]:
+        """Completes prompts.
+
+        Args:
+            prompts: a text or a list of token ids, or a list of such.
+            sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a progress bar with tokens/s.
+
+        Returns:
+            One result a prompt, in their order. A sample that failed by itself has finish_reason "error" and `error`.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters cannot be served; nothing of this call is left behind.
+            EngineDeadError: a forward pass failed.
+        """
+        items = _as_prompts(prompts)
+        return self._run(items, [self._encode(prompt) for prompt in items], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Items[Message] | Items[Items[Message]],
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[GenerationResult]:
+        """Answers a conversation, or each of several.
+
+        Args:
+            messages: a list of messages in OpenAI's form, or a list of such lists.
+            template_options: `add_generation_prompt`, `continue_final_message`, `tools`, `chat_template_kwargs`.
+
+        Returns and raises: as `generate`; InvalidRequestError also for what the model's chat template refuses.
+        """
+        conversations = _as_conversations(messages)
+        texts: list[Prompt] = [self.tokenizer.render_chat(list(talk), **template_options) for talk in conversations]
+        token_ids = [self.tokenizer.encode(str(text), add_special_tokens=False, param="messages") for text in texts]
+        return self._run(texts, token_ids, sampling_params, use_tqdm)
+
+    # -- how it works ------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(
+        self,
+        prompts: Items[Prompt],
+        token_ids: list[list[int]],
+        sampling_params: SamplingParams | Items[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[GenerationResult]:
+        """Adds all, steps until all have ended. Whatever is raised, nothing of this call stays in the engine."""
+        params = _as_params(sampling_params, len(prompts))
+        jobs = [
+            _Job(f"llm-{next(self._numbers)}", self.tokenizer, prompt, ids, one)
+            for prompt, ids, one in zip(prompts, token_ids, params, strict=True)
+        ]
+        try:
+            with _Progress(jobs, enabled=use_tqdm) as progress:
+                live = {job.result.request_id: job for job in jobs}
+                for job in jobs:
+                    self._add(job, live, progress)
+                while self.engine.has_unfinished_requests():
+                    self._step(live, progress)
+        except BaseException:
+            self._abandon(jobs)
+            raise
+        return [job.finish() for job in jobs]
+
+    def _add(self, job: _Job, live: dict[str, _Job], progress: _Progress) -> None:
+        while True:
+            try:
+                self.engine.add_request(job.result.request_id, job.result.prompt_token_ids, job.params)
+                return
+            except EngineOverloadedError:
+                if not self.engine.has_unfinished_requests():
+                    raise
+                self._step(live, progress)
+
+    def _step(self, live: dict[str, _Job], progress: _Progress) -> None:
+        for output in self.engine.step():
+            job = live.get(output.request_id)
+            if job is None:
+                continue  # left over from a call that was interrupted
+            if isinstance(output.error, EngineDeadError):
+                raise output.error
+            progress.count(len(output.new_token_ids))
+            if job.take(output):
+                self.engine.abort_request(output.request_id, output.index)
+            if job.is_done and not job.is_counted:
+                job.is_counted = True
+                progress.finish_one(job)
+
+    def _abandon(self, jobs: list[_Job]) -> None:
+        """Takes back what is in the engine, so that its blocks are free and the next call starts clean."""
+        for job in jobs:
+            self.engine.abort_request(job.result.request_id)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+class _Progress:
+    """A progress bar: prompts done, and tokens/s."""
+
+    def __init__(self, jobs: list[_Job], *, enabled: bool) -> None:
+        self._bar = tqdm(total=len(jobs), desc="Generating", unit="prompt", disable=not enabled, dynamic_ncols=True)
+        self._started = time.perf_counter()
+        self._input_tokens = 0
+        self._output_tokens = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def count(self, num_tokens: int) -> None:
+        self._output_tokens += num_tokens
+
+    def finish_one(self, job: _Job) -> None:
+        self._input_tokens += len(job.result.prompt_token_ids)
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(
+            f"in: {self._input_tokens / seconds:.1f} tokens/s, out: {self._output_tokens / seconds:.1f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(1)
+
+
+def _as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError("prompt: must be a text, a list of token ids, or a list of such", param="prompt")
+    if prompts and all(_is_token_id(item) for item in prompts):
+        return [list(prompts)]
+    items: list[Prompt] = []
+    for place, prompt in enumerate(prompts):
+        if isinstance(prompt, (list, tuple)) and all(_is_token_id(item) for item in prompt):
+            items.append(list(prompt))
+        elif isinstance(prompt, str):
+            items.append(prompt)
+        else:
+            raise InvalidRequestError(f"prompt[{place}]: must be a text or a list of token ids", param="prompt")
+    return items
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _as_conversations(messages: Items[Message] | Items[Items[Message]]) -> list[list[Message]]:
+    """One conversation or several, as a list of conversations."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequestError("messages: must be a list of messages, not empty", param="messages")
+    if all(isinstance(message, dict) for message in messages):
+        return [list(messages)]
+    if all(isinstance(talk, (list, tuple)) for talk in messages):
+        return [list(talk) for talk in messages]
+    raise InvalidRequestError("messages: must be a list of messages, or a list of such lists", param="messages")
+
+
+def _as_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    found = list(params)
+    if len(found) != count:
+        raise InvalidRequestError(
+            f"sampling_params: {len(found)} for {count} prompts; give one, or one a prompt", param="sampling_params"
+        )
+    return found

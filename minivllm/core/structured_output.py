@@ -1,0 +1,241 @@
+"""Structured output: which tokens a grammar allows next, by llguidance.
+
+A grammar is compiled once and copied for each sequence. A mask takes some microseconds to a few milliseconds and is
+computed without the GIL, so it runs beside the forward pass, see `Sampler.start_masks`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from minivllm.core.errors import InvalidRequestError, RequestFailedError
+from minivllm.core.sampling_params import StructuredOutput
+from minivllm.core.sequence import Sequence
+from minivllm.core.tokenizer import Tokenizer
+
+BoolArray = npt.NDArray[np.bool_]
+
+JSON_WHITESPACE = r" |\n {0,16}"
+"""What may stand between the parts of a JSON answer. JSON itself allows any amount, which weak models never end."""
+
+_KEPT_GRAMMARS = 64
+_PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. Follows the generated tokens; asking twice changes nothing."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._consumed = 0
+
+    def follow(self, generated_token_ids: list[int]) -> LLMatcher:
+        """Takes in the tokens generated since the last call.
+
+        Raises:
+            RequestFailedError: the grammar became too complex to follow, or a token does not fit it.
+        """
+        new = generated_token_ids[self._consumed :]
+        self._consumed = len(generated_token_ids)
+        # After the end of the grammar only EOS is allowed; with ignore_eos it comes again and again.
+        if new and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(new)
+        error = _grammar_error(self._matcher)
+        if error is not None:
+            raise error
+        return self._matcher
+
+
+def _grammar_error(matcher: LLMatcher) -> RequestFailedError | None:
+    if not matcher.is_error():
+        return None
+    return RequestFailedError(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    position: int
+    bits: npt.NDArray[np.uint8] | None
+    is_complete: bool = False
+    error: RequestFailedError | None = None
+
+
+class GrammarMasks:
+    """The allowed tokens of some sequences, for the positions at which they stood."""
+
+    def __init__(self) -> None:
+        self._masks: dict[Sequence, _Mask] = {}
+
+    def record(self, sequence: Sequence, mask: _Mask) -> None:
+        self._masks[sequence] = mask
+
+    def hold(self, sequence: Sequence) -> bool:
+        """True when there is a mask for the token that this sequence samples next."""
+        mask = self._masks.get(sequence)
+        return mask is not None and mask.position == len(sequence.generated_token_ids)
+
+    def is_complete(self, sequence: Sequence) -> bool:
+        """True when nothing but EOS may follow."""
+        return sequence in self._masks and self._masks[sequence].is_complete
+
+    def allowed(self, sequence: Sequence, width: int) -> BoolArray:
+        """(width,) True where the token may come next.
+
+        Raises:
+            RequestFailedError: this sequence's grammar cannot be followed.
+        """
+        mask = self._masks[sequence]
+        if mask.error is not None:
+            raise mask.error
+        if mask.bits is None:
+            return np.zeros(width, dtype=np.bool_)
+        bits = np.unpackbits(mask.bits, bitorder="little")[:width].astype(np.bool_)
+        return bits if len(bits) == width else np.pad(bits, (0, width - len(bits)))
+
+
+class GrammarCompiler:
+    """Turns `StructuredOutput` into grammar states, and states into masks.
+
+    Args:
+        tokenizer: the tokenizer, or a function that makes it at first use; None if there is none.
+        vocab_size: width of the logits.
+        eos_token_ids: what may follow a complete answer.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | Callable[[], Tokenizer] | None, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structured_output: StructuredOutput) -> GrammarState:
+        """Raises InvalidRequestError, with what is wrong, for a grammar that cannot be compiled."""
+        key = (structured_output.kind, structured_output.value)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is None:
+                matcher = self._compile_new(structured_output)
+                self._compiled[key] = matcher
+                while len(self._compiled) > _KEPT_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return GrammarState(matcher.deep_copy())
+
+    def _compile_new(self, structured_output: StructuredOutput) -> LLMatcher:
+        param = _PARAMS.get(structured_output.kind, "structured_outputs")
+        try:
+            grammar = _grammar_text(structured_output)
+            matcher = LLMatcher(self._load(), grammar, log_level=0, limits=_limits())
+        except (ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise _refusal(structured_output, param, str(error)) from error
+        if matcher.is_error():
+            raise _refusal(structured_output, param, matcher.get_error())
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise _refusal(structured_output, param, "no text satisfies it")
+        return matcher
+
+    def _load(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+            text = tokenizer.backend_json() if tokenizer is not None else None
+            if tokenizer is None or text is None:
+                raise InvalidRequestError(
+                    "structured output needs a fast tokenizer, which this model lacks", param="response_format"
+                )
+            eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
+            width = max(self._vocab_size, tokenizer.vocab_size)
+            self._vocabulary = LLTokenizer(text, n_vocab=width, eos_token=eos or None)
+        return self._vocabulary
+
+    def masks(self, entries: Iterable[tuple[Sequence, GrammarState]]) -> GrammarMasks:
+        """Masks of several sequences, computed in parallel and without the GIL.
+
+        A grammar that fails is noted in the result, which raises when that mask is asked for.
+        """
+        masks = GrammarMasks()
+        live: list[tuple[Sequence, int, LLMatcher]] = []
+        for sequence, state in entries:
+            generated = list(sequence.generated_token_ids)
+            try:
+                live.append((sequence, len(generated), state.follow(generated)))
+            except RequestFailedError as error:
+                masks.record(sequence, _Mask(len(generated), None, error=error))
+        if live:
+            bits = self._fill([matcher for _, _, matcher in live])
+            for row, (sequence, position, matcher) in enumerate(live):
+                mask = _Mask(position, bits[row], matcher.is_stopped(), _grammar_error(matcher))
+                masks.record(sequence, mask)
+        return masks
+
+    def _fill(self, matchers: list[LLMatcher]) -> npt.NDArray[np.uint8]:
+        """(len(matchers), bytes of one mask): one bit a token, lowest bit first."""
+        if self._executor is None:
+            self._executor = LLExecutor()
+        num_bytes = (self._load().vocab_size + 31) // 32 * 4
+        bits = np.zeros((len(matchers), num_bytes), dtype=np.uint8)
+        rows: list[tuple[LLMatcher, int]] = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, num_bytes, len(matchers))
+        return bits
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _grammar_text(structured_output: StructuredOutput) -> str:
+    """llguidance's form of the grammar. Raises ValueError for what is not even well formed."""
+    value = structured_output.value
+    match structured_output.kind:
+        case "json_object":
+            return _json_grammar({"type": "object"})
+        case "json_schema":
+            schema = json.loads(value)
+            if schema is True:
+                schema = {}
+            if not isinstance(schema, dict):
+                raise ValueError("a JSON schema must be an object")
+            return _json_grammar(schema)
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(value))
+        case "choice":
+            return str(LLMatcher.grammar_from_lark(_choice_grammar(value)))
+        case "grammar":
+            return str(LLMatcher.grammar_from_lark(value))
+
+
+def _json_grammar(schema: dict[str, Any]) -> str:
+    defaults = {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults))
+
+
+def _choice_grammar(value: str) -> str:
+    choices = json.loads(value)
+    if not isinstance(choices, list) or not choices or not all(isinstance(item, str) and item for item in choices):
+        raise ValueError("choices must be a list of at least one text, none of them empty")
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+
+
+def _refusal(structured_output: StructuredOutput, param: str, reason: str) -> InvalidRequestError:
+    kind = structured_output.kind.replace("_", " ")
+    return InvalidRequestError(f"the {kind} cannot be used: {_first_line(reason)}", param=param)
+
+
+def _first_line(reason: str) -> str:
+    """Library messages can span screens: their first lines, cut."""
+    return " ".join(reason.split())[:200]
