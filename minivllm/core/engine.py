@@ -211,6 +211,7 @@ class LLMEngine:
                 )
 
     def _prepare_and_add(self, samples: list[Sequence]) -> None:
+        self.scheduler.check_new(samples)  # first: preparing a live id again would replace its sampler state
         prepared: list[Sequence] = []
         try:
             for sequence in samples:

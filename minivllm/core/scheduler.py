@@ -69,8 +69,6 @@ class Scheduler:
         pool_tokens = block_manager.num_blocks * block_manager.block_size
         self.max_model_len = min(config.max_model_len or pool_tokens, pool_tokens)
         self.token_budget = config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-        # Every running sequence must get a token in every step, so no more may run than the budget has tokens.
-        self.max_running = min(config.max_num_seqs, self.token_budget)
         self.counters = SchedulerCounters()
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
@@ -126,6 +124,10 @@ class Scheduler:
         else:
             for sample in followers:
                 self._waiting.add(sample)
+
+    def check_new(self, group: list[Sequence]) -> None:
+        """Raises InvalidRequestError if a prompt is empty or an id is alive: before anybody makes state for the id."""
+        self._live.check_new(group)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it, wherever it is. Unknown and ended ids are a no-op."""
@@ -321,9 +323,10 @@ class Scheduler:
         )
 
     def _refusal(self, plan: StepPlan, sequence: Sequence, reserved_blocks: int) -> str | None:
-        if len(self._running) >= self.max_running:
+        if len(self._running) >= self.config.max_num_seqs:
             return "max_num_seqs"
-        if plan.budget == 0:
+        # Every running sequence must get a token in every step, so no more may run than the budget has tokens.
+        if plan.budget == 0 or len(self._running) >= self.token_budget:
             return "token_budget"
         return self.block_manager.admission_refusal(sequence, reserved_blocks)
 
