@@ -1,0 +1,153 @@
+// Vectors of 16 floats in the compiler's own vector types, so that one source serves every CPU: what the CPU lacks the
+// compiler takes apart. Only what has no portable spelling, or a slow one, is written for AVX-512.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace minivllm {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+constexpr int LANES = 16;
+
+#define MINIVLLM_INLINE inline __attribute__((always_inline))
+
+template <typename Vector>
+MINIVLLM_INLINE Vector load(const void* source) {
+    Vector result;
+    std::memcpy(&result, source, sizeof(Vector));
+    return result;
+}
+
+template <typename Vector>
+MINIVLLM_INLINE void store(void* target, Vector vector) {
+    std::memcpy(target, &vector, sizeof(Vector));
+}
+
+MINIVLLM_INLINE f32x16 splat(float value) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_set1_ps(value);
+#else
+    return value - f32x16{};
+#endif
+}
+
+MINIVLLM_INLINE i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+MINIVLLM_INLINE f32x16 maximum(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+MINIVLLM_INLINE float sum(f32x16 a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)a);
+#else
+    float total = 0;
+    for (int lane = 0; lane < LANES; ++lane) total += a[lane];
+    return total;
+#endif
+}
+
+MINIVLLM_INLINE float largest(f32x16 a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)a);
+#else
+    float most = a[0];
+    for (int lane = 1; lane < LANES; ++lane) most = a[lane] > most ? a[lane] : most;
+    return most;
+#endif
+}
+
+MINIVLLM_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((u32x16)a & (0x7fffffffu - u32x16{})); }
+
+// 2^x; exactly 0 below -126, infinity never (x is at most 127 here). Relative error about 2e-7.
+MINIVLLM_INLINE f32x16 power_of_two(f32x16 x) {
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+    f32x16 bounded = maximum(splat(-127.0f), x);  // in this order a NaN stays one
+    f32x16 whole = (bounded + magic) - magic;
+    f32x16 rest = bounded - whole;
+    f32x16 series = splat(1.5403530e-4f);
+    series = series * rest + splat(1.3333558e-3f);
+    series = series * rest + splat(9.6181291e-3f);
+    series = series * rest + splat(5.5504109e-2f);
+    series = series * rest + splat(2.4022651e-1f);
+    series = series * rest + splat(6.9314718e-1f);
+    series = series * rest + splat(1.0f);
+#if defined(__AVX512F__)
+    f32x16 result = (f32x16)_mm512_scalef_ps((__m512)series, (__m512)whole);
+    return (f32x16)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ),
+                                       (__m512)result);
+#else
+    i32x16 exponent = __builtin_convertvector(whole, i32x16) << 23;
+    f32x16 result = (f32x16)((i32x16)series + exponent);
+    return x < -126.0f ? f32x16{} : result;
+#endif
+}
+
+constexpr float LOG2_E = 1.44269504088896f;
+
+MINIVLLM_INLINE f32x16 hyperbolic_tangent(f32x16 x) {
+    f32x16 doubled = x * splat(2.0f * LOG2_E);
+    doubled = maximum(splat(-60.0f), -maximum(splat(-60.0f), -doubled));
+    return splat(1.0f) - splat(2.0f) / (power_of_two(doubled) + splat(1.0f));
+}
+
+// x / (1 + e^-x)
+MINIVLLM_INLINE f32x16 silu(f32x16 x) {
+    f32x16 exponent = maximum(splat(-126.0f), -maximum(splat(-126.0f), x * splat(LOG2_E)));
+    return x / (splat(1.0f) + power_of_two(exponent));
+}
+
+// ---- bfloat16: the upper half of a float -----------------------------------------------------------------------
+
+// Of 16 pairs of bfloat16 the first and the second of each pair.
+MINIVLLM_INLINE f32x16 first_of_pairs(u32x16 pairs) { return (f32x16)(pairs << 16); }
+MINIVLLM_INLINE f32x16 second_of_pairs(u32x16 pairs) { return (f32x16)(pairs & (0xffff0000u - u32x16{})); }
+
+MINIVLLM_INLINE float from_bfloat16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+
+MINIVLLM_INLINE f32x16 from_bfloat16(u16x16 values) { return (f32x16)(__builtin_convertvector(values, u32x16) << 16); }
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+MINIVLLM_INLINE u16x16 to_bfloat16(f32x16 values) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)values);
+#else
+    u32x16 bits = (u32x16)values;
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    u32x16 nan = (bits >> 16) | 0x40u;
+    u32x16 chosen = (u32x16)(values != values ? (i32x16)nan : (i32x16)rounded);
+    return __builtin_convertvector(chosen, u16x16);
+#endif
+}
+
+MINIVLLM_INLINE uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+MINIVLLM_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+MINIVLLM_INLINE void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+}  // namespace minivllm
