@@ -38,7 +38,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """T tokens of S sequences, packed in the order of the step. A sequence's queries are the last tokens of its context.
+    """T tokens of S sequences, packed in the order of the step. The queries of a sequence are the last of its context.
 
     Attributes:
         input_ids: (T,) int64.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -18,6 +19,7 @@ from minivllm.core.architecture import check_config, context_limit, find_head, p
 from minivllm.core.attention import ATTENTION_NAME, AttentionLayer, register_with_transformers
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.gguf_loading import gguf_read_once
 from minivllm.core.logits import LogitsHead
 from minivllm.core.model_location import ModelLocation, resolve_model
 
@@ -106,11 +108,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     location = resolve_model(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    model_config = _load_config(config, location)
-    check_config(config.model, model_config)
-    limit = context_limit(config.model, model_config)
     register_with_transformers()
-    model = _load_weights(config, location, model_config, dtype, device)
+    with gguf_read_once():
+        model_config = _load_config(config, location)
+        check_config(config.model, model_config)
+        limit = context_limit(config.model, model_config)
+        model = _load_weights(config, location, model_config, dtype, device)
     layers = probe(config.model, model)
     generation_config = _load_generation_config(config, location, model)
     loaded = LoadedModel(
@@ -138,9 +141,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def _load_config(config: EngineConfig, location: ModelLocation) -> PreTrainedConfig:
     with _load_errors(config, location):
-        return AutoConfig.from_pretrained(
-            location.path, trust_remote_code=config.trust_remote_code, **_where(location)
-        )
+        return AutoConfig.from_pretrained(location.path, trust_remote_code=config.trust_remote_code, **_where(location))
 
 
 def _load_weights(
@@ -163,7 +164,10 @@ def _load_weights(
         else:
             logger.info("%s: loading from %s", config.model, location.gguf_path or location.path)
             # Straight to the device, so that the host never holds more than a part of the weights.
-            placement = {} if device.type == "cpu" else {"device_map": {"": device}}
+            placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+            if location.gguf_file is not None and hasattr(transformers, "GgufConfig"):
+                # Later versions of transformers keep the weights packed, for kernels of their own, unless told not to.
+                placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
                 location.path, config=model_config, **common, **placement, **_where(location)
             )
@@ -243,9 +247,7 @@ def _logged_progress(name: str) -> Iterator[None]:
         gguf_loading.tqdm = previous_bar
 
 
-def _load_generation_config(
-    config: EngineConfig, location: ModelLocation, model: PreTrainedModel
-) -> GenerationConfig:
+def _load_generation_config(config: EngineConfig, location: ModelLocation, model: PreTrainedModel) -> GenerationConfig:
     if config.load_format == "auto" and model.generation_config is not None:
         return model.generation_config
     try:

@@ -20,6 +20,7 @@ from minivllm.core.model_loader import default_num_threads, load_model
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampler import Sampler, token_logprobs
 from minivllm.core.scheduler import ScheduledSequence, ScheduledStep
+from minivllm.core.self_check import check_unproven
 from minivllm.core.sequence import Sequence
 
 __all__ = ["ModelInput", "ModelRunner"]
@@ -71,6 +72,7 @@ class ModelRunner:
         )
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
+        check_unproven(self)
         self._num_scored: dict[str, int] = {}
         self.sampler = Sampler(self.vocab_size, self.eos_token_ids, tokenizer=self._load_tokenizer, seed=config.seed)
 

@@ -194,11 +194,12 @@ def paged_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = torch.ops.minivllm.paged_attention if torch.compiler.is_compiling() else _attend_in_context
+    layer_index: Any = module.layer_idx
     output = attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        module.layer_idx,
+        layer_index,
         scale,
         sliding_window,
         softcap,
