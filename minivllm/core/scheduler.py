@@ -372,6 +372,7 @@ class Scheduler:
         self.block_manager.mark_computed(sequence, scheduled.end)
         if sequence.computed_high_water > scheduled.start:
             self._count_recomputed(scheduled)
+            result = _without_told_logprobs(result, sequence.computed_high_water - scheduled.start)
         if self._waiting.has_followers(sequence) and scheduled.end >= sequence.num_prompt_tokens:
             self._waiting.release_followers(sequence)
         if not scheduled.samples:
@@ -495,3 +496,10 @@ class Scheduler:
             sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
         room = self.max_model_len - sequence.num_prompt_tokens
         sequence.max_generated_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def _without_told_logprobs(result: SampleResult, num_recomputed: int) -> SampleResult:
+    """A recomputed token has told the log probability of its successor before; each is delivered once."""
+    if not result.prompt_logprobs:
+        return result
+    return replace(result, prompt_logprobs=result.prompt_logprobs[num_recomputed:])
