@@ -12,11 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import minivllm
+from minivllm.actors.channels import ChannelMessage, Channels
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine_loop import EngineLoop
 from minivllm.actors.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.actors.publisher import SnapshotPublisher
 from minivllm.core.config import EngineConfig
+from minivllm.core.errors import MinivllmError
 from minivllm.core.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -79,9 +81,10 @@ class Engine:
         )
         self._publisher = SnapshotPublisher(self._send_snapshot, self._loop.last_snapshot)
         await self._loop.start()
+        self._info = await self._loop.call(self._describe)
+        self._channels = Channels(self._loop, self._info)
         if metrics is not None:
             self._publisher.start()
-        self._info = await self._loop.call(self._describe)
         logger.info(
             "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
             self._loop.engine_id, time.monotonic() - started, self._info.model,
@@ -98,6 +101,18 @@ class Engine:
                 yield merged
         finally:
             await outputs.aclose()
+
+    def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
+        """Opens a channel, over which all outputs of one client come; see `Channels`. EngineClient uses it."""
+        return self._channels.connect(channel_id)
+
+    async def submit(self, channel_id: str, request: GenerateRequest) -> MinivllmError | None:
+        """Takes a request for a channel, or says why not."""
+        return await self._channels.submit(channel_id, request)
+
+    async def keep(self, channel_id: str, request_ids: list[str]) -> None:
+        """Aborts the requests of a channel that its client has twice not named."""
+        self._channels.keep(channel_id, request_ids)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one of its samples; its terminal output still comes. An unknown id is no error."""

@@ -18,16 +18,15 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.collector import Collector
 from minivllm.actors.latencies import Latencies
 from minivllm.actors.messages import EngineSnapshot, GenerateRequest
-from minivllm.core.errors import EngineDeadError, InvalidRequestError
+from minivllm.actors.output_router import OutputRouter
+from minivllm.core.errors import EngineDeadError
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.sequence import FinishReason
 from minivllm.core.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -38,16 +37,6 @@ logger = logging.getLogger("minivllm.engine")
 T = TypeVar("T")
 Work = Callable[["LLMEngine"], Any]
 Answer = Callable[[Any, BaseException | None], None]
-
-
-@dataclass(slots=True)
-class _LiveRequest:
-    """What the loop knows of a request from `submit` to its last terminal output."""
-
-    collector: Collector
-    open_samples: set[int]
-    latencies: Latencies
-    is_aborted: bool = False
 
 
 class EngineLoop:
@@ -74,11 +63,12 @@ class EngineLoop:
         self.engine_id = uuid.uuid4().hex[:12]
         self.started_at = 0.0
         self.last_stats = EngineStats()
+        self.on_death: Callable[[], None] | None = None
         self._build_engine = build_engine
         self._on_snapshot = on_snapshot
         self._snapshot_interval_s = snapshot_interval_s
         self._snapshot_number = 0
-        self._live: dict[str, _LiveRequest] = {}
+        self._router = OutputRouter(self._send_abort)
         self._latencies = Latencies.histograms()
         self._death: EngineDeadError | None = None
         self._lease_timer: asyncio.TimerHandle | None = None
@@ -102,58 +92,38 @@ class EngineLoop:
         self._is_stopping = True
         self._inbox.put((_nothing, None))
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
         """Outputs of one request, merged from what came since the consumer last asked.
 
         A refusal is raised at once: InvalidRequestError (also for the id of a live request), NeverFitsError,
         EngineOverloadedError, EngineDeadError. However the iteration ends, nothing of the request stays behind.
         """
-        collector = Collector()
-        try:
-            await self.submit(request, collector)
-            while not self.has_ended(request.request_id, collector):
-                yield await collector.take()
-            if not collector.is_empty:
-                yield await collector.take()
-        finally:
-            self.discard(request.request_id, collector)
+        return self._router.stream(request, self.submit)
 
     async def submit(self, request: GenerateRequest, collector: Collector) -> None:
         """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises."""
-        request_id = request.request_id
         self._raise_if_dead()
-        if request_id in self._live:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
         now = time.monotonic()
-        live = _LiveRequest(collector, set(range(request.sampling_params.n)), Latencies(self._latencies, now))
-        self._live[request_id] = live
+        self._router.add(request, collector, Latencies(self._latencies, now))
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._inbox.put((partial(_add, request, now), partial(self._on_added, request_id, accepted)))
+        self._inbox.put((partial(_add, request, now), partial(self._on_added, request.request_id, accepted)))
         self._watch_leases()
         try:
             await accepted
         except asyncio.CancelledError:
-            self.discard(request_id, collector)
+            self._router.discard(request.request_id, collector)
             raise
-
-    def has_ended(self, request_id: str, collector: Collector) -> bool:
-        """Whether all outputs of the request have reached its collector."""
-        live = self._live.get(request_id)
-        return live is None or live.collector is not collector
-
-    def discard(self, request_id: str, collector: Collector) -> None:
-        """The consumer is gone: aborts the request if it still runs. Later calls, and other consumers', do nothing."""
-        if not self.has_ended(request_id, collector):
-            self.abort(request_id)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or sample `index` of it, between two steps. Its terminal outputs still come."""
-        live = self._live.get(request_id)
-        if live is None or live.is_aborted:
-            return
-        if index is None:
-            live.is_aborted = True
-        self._inbox.put((partial(_abort, request_id, index), None))
+        self._router.abort(request_id, index)
+
+    def has_died(self) -> bool:
+        return self._death is not None
+
+    @property
+    def router(self) -> OutputRouter:
+        return self._router
 
     async def call(self, work: Callable[[LLMEngine], T]) -> T:
         """Runs `work(engine)` in the thread, between two steps. Raises what it raises."""
@@ -171,10 +141,6 @@ class EngineLoop:
     def last_snapshot(self) -> EngineSnapshot:
         return self._make_snapshot()
 
-    @property
-    def num_live_requests(self) -> int:
-        return len(self._live)
-
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine failed, its thread ended, or a step takes longer than stall_timeout_s.
 
@@ -184,6 +150,9 @@ class EngineLoop:
         busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > self.stall_timeout_s:
             raise EngineDeadError(f"the engine has been in one step for over {self.stall_timeout_s:g} s")
+
+    def _send_abort(self, request_id: str, index: int | None) -> None:
+        self._inbox.put((partial(_abort, request_id, index), None))
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
@@ -206,7 +175,7 @@ class EngineLoop:
         self, request_id: str, accepted: asyncio.Future[None], _: Any, error: BaseException | None
     ) -> None:
         if error is not None:
-            del self._live[request_id]
+            self._router.forget(request_id)
         _settle(accepted, None, error)
 
     def _deliver(
@@ -219,25 +188,11 @@ class EngineLoop:
         """The one message a step: all it brought. `now`: time.monotonic() when the step was over."""
         for answer, result, error in answers:
             answer(result, error)
-        for output in outputs:
-            live = self._live.get(output.request_id)
-            if live is None:
-                continue
-            if output.new_token_ids:
-                live.latencies.tokens_arrived(output.index, len(output.new_token_ids), now)
-            if output.finished:
-                self._close_sample(output.request_id, live, output.index, now)
-            live.collector.push(output)
+        self._router.deliver(outputs, now)
         if stats is not None:
             self.last_stats = stats
             if self._on_snapshot is not None:
                 self._on_snapshot(self._make_snapshot())
-
-    def _close_sample(self, request_id: str, live: _LiveRequest, index: int, now: float) -> None:
-        live.open_samples.discard(index)
-        if not live.open_samples:
-            live.latencies.request_ended(now)
-            del self._live[request_id]
 
     def _on_death(self, error: EngineDeadError) -> None:
         """The thread has ended. Whatever still waits for it is told so."""
@@ -246,12 +201,9 @@ class EngineLoop:
             _, answer = self._inbox.get_nowait()
             if answer is not None:
                 answer(None, error)
-        for request_id, live in list(self._live.items()):
-            for index in sorted(live.open_samples):
-                live.collector.push(
-                    RequestOutput(request_id, finished=True, finish_reason=FinishReason.ERROR, index=index, error=error)
-                )
-        self._live.clear()
+        self._router.fail_all(error)
+        if self.on_death is not None:
+            self.on_death()
         if self._on_snapshot is not None:
             self._on_snapshot(self._make_snapshot())
 
@@ -261,13 +213,8 @@ class EngineLoop:
 
     def _check_leases(self) -> None:
         self._lease_timer = None
-        now = time.monotonic()
-        for request_id, live in list(self._live.items()):
-            if not live.is_aborted and live.collector.seconds_unpolled(now) > self.consumer_timeout_s:
-                logger.warning("request %s: nobody has asked for its output for %.0f s; aborted",
-                               request_id, self.consumer_timeout_s)
-                self.abort(request_id)
-        if self._live:
+        self._router.abort_unpolled(self.consumer_timeout_s)
+        if len(self._router):
             self._watch_leases()
 
     # ---- step thread ----

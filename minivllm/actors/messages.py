@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.core.config import EngineConfig
+from minivllm.core.errors import MinivllmError
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.stats import EngineStats
+
+
+class ChannelClosedError(MinivllmError):
+    """The engine does not know this channel, or no longer: it is another incarnation than the one connected to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,22 @@
-"""A runner without a model for the tests of the engine's thread: paced, and able to fail or hang on demand."""
+"""Stand-ins for the tests of this folder: a paced runner without a model, and Serve without Ray."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import pickle
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from minivllm.actors.channels import Channels
 from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.messages import EngineInfo, EngineSnapshot
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
+from minivllm.core.errors import MinivllmError
 from minivllm.core.outputs import SampleResult
 from tests.core.fakes import FakeRunner
 
@@ -38,3 +46,86 @@ async def started_loop(runner: PacedRunner, *, settings: dict[str, Any] | None =
     loop = EngineLoop(lambda: paced_engine(runner, **config), **(settings or {}))
     await loop.start()
     return loop
+
+
+class LocalEngine:
+    """What the Engine deployment offers to an EngineClient, on an EngineLoop in this process."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        info = EngineInfo("fake", 64, 97, (0,), BLOCK_SIZE, 64, EngineConfig(), "0", loop.engine_id, 0.0)
+        self.loop = loop
+        self.channels = Channels(loop, info)
+        self.connect = self.channels.connect
+        self.submit = self.channels.submit
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self.loop.abort(request_id, index)
+
+    async def keep(self, channel_id: str, request_ids: list[str]) -> None:
+        self.channels.keep(channel_id, request_ids)
+
+    async def stats(self) -> EngineSnapshot:
+        return await self.loop.snapshot()
+
+
+class LocalHandle:
+    """Stands for Serve's handle: each call is a task of its own, which may be late (`delays_s`) or lost (`lost`).
+
+    `target` may be exchanged, as a replica is; None is a replica that does not answer.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.delays_s: dict[str, float] = {}
+        self.lost: set[str] = set()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def options(self, *, stream: bool = False, _by_reference: bool = True) -> LocalHandle:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self._remote, name))
+
+    def _remote(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, arguments))
+        if name == "connect":
+            return LocalStream(self, arguments)
+        return asyncio.get_running_loop().create_task(self._answer(name, arguments))
+
+    async def _answer(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        await asyncio.sleep(self.delays_s.get(name, 0))
+        if name in self.lost:
+            raise ConnectionError("lost")
+        return await getattr(self.target, name)(*arguments)
+
+
+class LocalStream:
+    """Stands for DeploymentResponseGenerator: read ahead of its consumer, as gRPC does; ends only by `cancel`."""
+
+    def __init__(self, handle: LocalHandle, arguments: tuple[Any, ...]) -> None:
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._pump(handle, arguments))
+
+    async def _pump(self, handle: LocalHandle, arguments: tuple[Any, ...]) -> None:
+        try:
+            if handle.target is None:
+                await asyncio.Event().wait()
+            async with contextlib.aclosing(handle.target.connect(*arguments)) as stream:
+                async for message in stream:
+                    self._queue.put_nowait(pickle.loads(pickle.dumps(message)))
+            self._queue.put_nowait(StopAsyncIteration())
+        except asyncio.CancelledError as error:
+            self._queue.put_nowait(error)
+
+    def break_off(self) -> None:
+        """The other side is gone without a word."""
+        self._queue.put_nowait(ConnectionError("reset by peer"))
+
+    async def __anext__(self) -> Any:
+        message = await self._queue.get()
+        if isinstance(message, BaseException) and not isinstance(message, MinivllmError):
+            raise message
+        return message
+
+    def cancel(self) -> None:
+        self._task.cancel()

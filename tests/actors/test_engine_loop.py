@@ -7,50 +7,18 @@ import contextlib
 import itertools
 import pickle
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import pytest
 
 from minivllm.actors.engine_loop import EngineLoop
-from minivllm.actors.messages import EngineSnapshot, GenerateRequest
+from minivllm.actors.messages import EngineSnapshot
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
 from tests.actors.fakes import PacedRunner, started_loop
-
-
-def request(name: str, max_tokens: int = 20, *, prompt: list[int] | None = None, **params: Any) -> GenerateRequest:
-    return GenerateRequest(name, prompt or [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params))
-
-
-async def collect(stream: AsyncIterator[list[RequestOutput]]) -> dict[int, RequestOutput]:
-    """All outputs merged, by sample; checks that each sample ends once and says nothing after its end."""
-    whole: dict[int, RequestOutput] = {}
-    async for outputs in stream:
-        for output in outputs:
-            earlier = whole.get(output.index)
-            if earlier is not None:
-                assert not earlier.finished
-                output.new_token_ids[:0] = earlier.new_token_ids
-            whole[output.index] = output
-    assert all(output.finished for output in whole.values())
-    return whole
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.005)
-
-
-async def assert_idle(loop: EngineLoop, runner: PacedRunner) -> None:
-    await until(lambda: loop.num_live_requests == 0, "no live request")
-    stats = (await loop.snapshot()).stats
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert not runner.live_request_ids
+from tests.actors.helpers import assert_idle, collect, request, until
 
 
 @pytest.fixture
@@ -95,7 +63,7 @@ async def test_the_first_token_does_not_wait_for_more(loop: EngineLoop, runner: 
 async def test_a_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 12, logprobs=0))
     first = await anext(stream)
-    await until(lambda: loop.num_live_requests == 0, "the request has ended")
+    await until(lambda: len(loop.router) == 0, "the request has ended")
     rest = [outputs async for outputs in stream]
     assert [len(outputs) for outputs in rest] == [1]
     [output] = rest[0]
@@ -257,7 +225,7 @@ async def test_a_failed_forward_pass_fails_every_request_at_once(loop: EngineLoo
     with pytest.raises(EngineDeadError):
         await loop.call(lambda engine: engine.reset_prefix_cache())
     assert (await loop.snapshot()).is_dead
-    assert loop.num_live_requests == 0
+    assert len(loop.router) == 0
 
 
 async def test_a_bug_in_the_step_thread_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:

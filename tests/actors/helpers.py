@@ -1,0 +1,46 @@
+"""What the tests of this folder do again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.messages import GenerateRequest
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.sampling_params import SamplingParams
+from tests.actors.fakes import PacedRunner
+
+
+def request(name: str, max_tokens: int = 20, *, prompt: list[int] | None = None, **params: Any) -> GenerateRequest:
+    return GenerateRequest(name, prompt or [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params))
+
+
+async def collect(stream: AsyncIterator[list[RequestOutput]]) -> dict[int, RequestOutput]:
+    """All outputs merged, by sample; checks that each sample ends once and says nothing after its end."""
+    whole: dict[int, RequestOutput] = {}
+    async for outputs in stream:
+        for output in outputs:
+            earlier = whole.get(output.index)
+            if earlier is not None:
+                assert not earlier.finished
+                output.new_token_ids[:0] = earlier.new_token_ids
+            whole[output.index] = output
+    assert all(output.finished for output in whole.values())
+    return whole
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+async def assert_idle(loop: EngineLoop, runner: PacedRunner) -> None:
+    await until(lambda: len(loop.router) == 0, "no live request")
+    stats = (await loop.snapshot()).stats
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert not runner.live_request_ids
