@@ -11,8 +11,8 @@ class LiveRequests:
     """Requests by id, and their samples. An id is free again once the last of its samples was reported ended."""
 
     def __init__(self) -> None:
-        self._sequences: dict[str, Sequence] = {}
-        self._samples: dict[str, list[Sequence]] = {}  # request id -> its samples, for n > 1
+        self._sequences: dict[str, Sequence] = {}  # by the id of the sample
+        self._samples: dict[str, list[Sequence]] = {}  # by the id of the request
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -29,28 +29,19 @@ class LiveRequests:
     def add(self, group: list[Sequence]) -> None:
         for sequence in group:
             self._sequences[sequence.request_id] = sequence
-        if len(group) > 1:
-            self._samples[group[0].parent_request_id] = list(group)
+            self._samples.setdefault(sequence.parent_request_id, []).append(sequence)
 
     def sequence(self, sequence_id: str) -> Sequence | None:
         return self._sequences.get(sequence_id)
 
     def unfinished(self, request_id: str | None = None, index: int | None = None) -> list[Sequence]:
         """Samples that still run or wait: of all requests, of one, or one of its samples."""
-        if request_id is None:
-            found = list(self._sequences.values())
-        elif request_id in self._samples:
-            found = self._samples[request_id]
-        else:
-            found = [self._sequences[request_id]] if request_id in self._sequences else []
+        found = self._sequences.values() if request_id is None else self._samples.get(request_id, ())
         return [one for one in found if not one.is_finished and (index is None or one.index == index)]
 
     def forget(self, output: RequestOutput) -> None:
         """The terminal output of a sample has been handed out."""
-        group = self._samples.get(output.request_id)
-        if group is None:
-            self._sequences.pop(output.request_id, None)
-            return
+        group = self._samples[output.request_id]
         sample = next(sequence for sequence in group if sequence.index == output.index)
         group.remove(sample)
         del self._sequences[sample.request_id]
