@@ -15,6 +15,7 @@ import logging
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from minivllm.core.block_manager import BlockManager
 from minivllm.core.config import EngineConfig
