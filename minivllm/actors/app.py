@@ -45,31 +45,39 @@ def build_app(args: AppArgs) -> Application:
 def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] = load_engine) -> Application:
     """The same with another way to make the engine. `build_engine` must be importable where the replicas run."""
     device = _choose_device(args.device)
-    metrics = serve.deployment(Metrics, name="Metrics").options(
-        max_ongoing_requests=1000,
-        health_check_period_s=5,
-        graceful_shutdown_timeout_s=2,
-        graceful_shutdown_wait_loop_s=0.1,
-        ray_actor_options=_actor_options(num_cpus=0),
-    ).bind(args.metrics_history_size)
-    engine = serve.deployment(Engine, name="Engine").options(
-        num_replicas=1,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
-        health_check_period_s=1,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.2,
-        # A model that cannot be loaded will not load the twentieth time either.
-        max_constructor_retry_count=2,
-        ray_actor_options=_actor_options(
-            num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
-        ),
-    ).bind(
-        args.engine_config(device=device),
-        EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s),
-        metrics,
-        build_engine,
+    metrics = (
+        serve.deployment(Metrics, name="Metrics")
+        .options(
+            max_ongoing_requests=1000,
+            health_check_period_s=5,
+            graceful_shutdown_timeout_s=2,
+            graceful_shutdown_wait_loop_s=0.1,
+            ray_actor_options=_actor_options(num_cpus=0),
+        )
+        .bind(args.metrics_history_size)
+    )
+    engine = (
+        serve.deployment(Engine, name="Engine")
+        .options(
+            num_replicas=1,
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+            # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
+            health_check_period_s=1,
+            health_check_timeout_s=30,
+            graceful_shutdown_timeout_s=10,
+            graceful_shutdown_wait_loop_s=0.2,
+            # A model that cannot be loaded will not load the twentieth time either.
+            max_constructor_retry_count=2,
+            ray_actor_options=_actor_options(
+                num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
+            ),
+        )
+        .bind(
+            args.engine_config(device=device),
+            EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s),
+            metrics,
+            build_engine,
+        )
     )
     return Ingress.options(
         num_replicas=args.num_ingress_replicas,
@@ -91,9 +99,7 @@ def _choose_device(device: str) -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-def _actor_options(
-    *, num_cpus: float, num_gpus: float = 0, env_vars: dict[str, str] | None = None
-) -> dict[str, Any]:
+def _actor_options(*, num_cpus: float, num_gpus: float = 0, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
     return {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,

@@ -15,9 +15,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> None:
         first.logprobs = second.logprobs if first.logprobs is None else first.logprobs + second.logprobs
     if second.prompt_logprobs is not None:
         first.prompt_logprobs = (
-            second.prompt_logprobs
-            if first.prompt_logprobs is None
-            else first.prompt_logprobs + second.prompt_logprobs
+            second.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs + second.prompt_logprobs
         )
     first.finished = second.finished
     first.finish_reason = second.finish_reason

@@ -87,8 +87,12 @@ class Engine:
             self._publisher.start()
         logger.info(
             "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
-            self._loop.engine_id, time.monotonic() - started, self._info.model,
-            self._info.num_blocks, self._info.block_size, self._info.max_model_len,
+            self._loop.engine_id,
+            time.monotonic() - started,
+            self._info.model,
+            self._info.num_blocks,
+            self._info.block_size,
+            self._info.max_model_len,
         )
 
     # ---- requests ----

@@ -171,9 +171,7 @@ class EngineLoop:
             histograms={name: histogram.copy() for name, histogram in self._latencies.items()},
         )
 
-    def _on_added(
-        self, request_id: str, accepted: asyncio.Future[None], _: Any, error: BaseException | None
-    ) -> None:
+    def _on_added(self, request_id: str, accepted: asyncio.Future[None], _: Any, error: BaseException | None) -> None:
         if error is not None:
             self._router.forget(request_id)
         _settle(accepted, None, error)

@@ -73,9 +73,7 @@ class _Families(Collector):
         yield GaugeMetricFamily("minivllm_engine_up", "1 while the engine works", value=float(is_up))
         if snapshot is None:
             return
-        info = GaugeMetricFamily(
-            "minivllm_engine", "What runs; always 1", labels=("model", "version", "engine_id")
-        )
+        info = GaugeMetricFamily("minivllm_engine", "What runs; always 1", labels=("model", "version", "engine_id"))
         info.name = "minivllm_engine_info"
         info.add_metric((snapshot.model, minivllm.__version__, snapshot.engine_id), 1)
         yield info

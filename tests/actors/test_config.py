@@ -1,0 +1,71 @@
+"""AppArgs: every wrong argument is named, with the reason."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from minivllm.actors.config import AppArgs, LiveSettings
+from minivllm.core.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("block_size", 0, "greater than or equal to 1"),
+        ("block_size", "many", "valid integer"),
+        ("model", "", "at least 1 character"),
+        ("dtype", "float8", "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("watermark", 1.0, "less than 1"),
+        ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
+        ("consumer_timeout_s", 0, "greater than 0"),
+        ("max_request_bytes", 10, "greater than or equal to 1024"),
+        ("api_keys", "secret", "valid tuple"),
+        ("engine_env_vars", {"A": 1}, "valid string"),
+        ("device", "cuda:1", "for Ray to choose"),
+        ("device", "tpu", "match pattern"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_reason(name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        AppArgs.model_validate({name: value})
+    assert name in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_mistyped_name_is_refused_and_the_right_one_suggested() -> None:
+    with pytest.raises(ValidationError, match="unknown argument 'blok_size'; did you mean 'block_size'"):
+        AppArgs.model_validate({"blok_size": 16})
+    with pytest.raises(ValidationError, match="unknown argument 'xyzzy'"):
+        AppArgs.model_validate({"xyzzy": 16})
+
+
+def test_an_error_does_not_show_the_keys() -> None:
+    with pytest.raises(ValidationError) as caught:
+        AppArgs.model_validate({"api_keys": ["top-secret"], "block_size": 0, "device": "cuda:1"})
+    assert "top-secret" not in str(caught.value)
+    with pytest.raises(ValidationError) as caught:
+        AppArgs.model_validate({"api_keys": ["top-secret"], "blok_size": 16})
+    assert "top-secret" not in str(caught.value)
+
+
+def test_the_engine_gets_its_part() -> None:
+    args = AppArgs(model="folder", block_size=32, consumer_timeout_s=5, api_keys=("key",))
+    config = args.engine_config(device="cpu")
+    assert type(config) is EngineConfig
+    assert (config.model, config.block_size, config.device) == ("folder", 32, "cpu")
+    assert args.model_name == "folder"
+    assert AppArgs(served_model_name="short").model_name == "short"
+
+
+def test_arguments_survive_the_way_to_the_replicas() -> None:
+    args = AppArgs(api_keys=("key",), engine_env_vars={"A": "1"})
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_an_unknown_live_setting_is_refused() -> None:
+    with pytest.raises(ValidationError, match="consumer_timeout"):
+        LiveSettings.model_validate({"consumer_timeout": 3})
