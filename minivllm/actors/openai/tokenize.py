@@ -1,0 +1,42 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.actors.openai.chat_prompt import chat_prompt
+from minivllm.actors.openai.fields import parse
+from minivllm.actors.openai.logprobs import token_text
+from minivllm.actors.openai.protocol import DetokenizeRequest, TokenizeRequest
+from minivllm.actors.openai.service import GenerationService
+
+
+async def tokenize(service: GenerationService, fields: object) -> dict[str, Any]:
+    """Token ids of a text or of a conversation."""
+    body = parse(TokenizeRequest, fields)
+    service.check_model(body.model)
+    if body.messages is not None:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+        token_ids = (await chat_prompt(service, body, tools)).token_ids
+    else:
+        adds = body.add_special_tokens is not False
+        token_ids = await service.encode(body.prompt or "", add_special_tokens=adds, param="prompt")
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": service.info.max_model_len,
+        "tokens": token_ids,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [token_text(service.tokenizer, token_id) for token_id in token_ids]
+    return answer
+
+
+async def detokenize(service: GenerationService, fields: object) -> dict[str, Any]:
+    """Text of token ids."""
+    body = parse(DetokenizeRequest, fields)
+    service.check_model(body.model)
+    if body.tokens:
+        service.check_vocabulary(body.tokens, "tokens")
+    skip = bool(body.skip_special_tokens)
+    return {"prompt": await service.in_thread(lambda: service.tokenizer.decode(body.tokens, skip))}
