@@ -4,12 +4,12 @@ What a row gets depends on its own logits, parameters and tokens only, never on 
 
 - Every operation works along a row, and ties go to the lowest token id.
 - The random numbers of a request are a pure function of (its seed, how many tokens it has generated), see
-  `random_bits`. Nothing is drawn from a shared stream, so a preempted and recomputed sequence, or a batch that had to
+  `sampler_noise`. Nothing is drawn from a shared stream, so a preempted and recomputed sequence, or a batch that had to
   be sampled again row by row, goes on exactly where it was.
 
 Order: repetition, frequency and presence penalties; logit_bias; min_tokens; the grammar's mask. A greedy row then
 takes the argmax. The others: temperature, top_k, top_p, min_p, each on what the one before left (the order of
-transformers and llama.cpp). Tokens tied with the last one that a filter keeps are kept too.
+transformers and llama.cpp), see `sampler_filters`.
 
 Reported log probabilities are those of the model itself: log-softmax of the raw logits, before penalties, bias,
 masks and temperature, as OpenAI's and vLLM's servers report by default.
@@ -26,14 +26,17 @@ import torch
 
 from minivllm.core.errors import InvalidRequestError, MinivllmError, RequestFailedError
 from minivllm.core.outputs import SampleResult, TokenLogprobs
+from minivllm.core.sampler_filters import has_filter, keep, needs_total
 from minivllm.core.sampler_math import (
+    Workspace,
     block_argmax,
-    filter_rows,
-    fresh_seed,
-    pick_by_weight,
+    draw_from_all,
+    draw_from_kept,
     scatter_rows,
     token_logprobs,
+    weigh,
 )
+from minivllm.core.sampler_noise import fresh_seed
 from minivllm.core.sampler_state import RowState
 from minivllm.core.sequence import Sequence
 from minivllm.core.structured_output import GrammarCompiler, GrammarMasks
@@ -68,6 +71,7 @@ class Sampler:
         self._prepared_count = 0
         self._states: dict[Sequence, RowState] = {}
         self._grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
+        self._workspace = Workspace()
         self._mask_thread: ThreadPoolExecutor | None = None
         self._started_masks: GrammarMasks | None = None
         self._pending_masks: Future[GrammarMasks] | None = None
@@ -189,7 +193,7 @@ class Sampler:
     ) -> None:
         """Samples these rows together; if that raises, one by one, so that the error stays with its row."""
         try:
-            found = self._sample_rows(_pick_rows(logits, rows), [sequences[row] for row in rows])
+            found = self._sample_rows(_pick(logits, rows), [sequences[row] for row in rows])
             for row, result in zip(rows, found, strict=True):
                 results[row] = result
             return
@@ -198,7 +202,7 @@ class Sampler:
                 logger.debug("sampling %d rows together failed; each is tried alone", len(rows), exc_info=True)
         for row in rows:
             try:
-                results[row] = self._sample_rows(_pick_rows(logits, [row]), [sequences[row]])[0]
+                results[row] = self._sample_rows(_pick(logits, [row]), [sequences[row]])[0]
             except MinivllmError as error:
                 results[row] = SampleResult(error=error)
             except Exception as error:
@@ -206,23 +210,22 @@ class Sampler:
                 results[row] = SampleResult(error=_failed(repr(error)))
 
     def _sample_rows(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """The general path. `logits` is (rows, vocab_size) in float32 and ours to change."""
+        """The general path. `logits` is (rows, vocab_size), and not changed."""
         states = [self._state_of(sequence) for sequence in sequences]
-        raw_is_finite = torch.isfinite(block_argmax(logits)[0]).tolist()
-        wanted = [(row, state.num_logprobs) for row, state in enumerate(states) if state.num_logprobs is not None]
-        raw = logits[[row for row, _ in wanted]] if wanted else None
-        self._adjust(logits, states)
-        maxima, greedy_ids = block_argmax(logits)
-        token_ids = greedy_ids.clone()
-        sampled = [row for row, state in enumerate(states) if not state.is_greedy]
-        if sampled:
-            token_ids[sampled] = self._draw(logits, maxima, sampled, states)
-        chosen = token_ids.tolist()
+        raw = logits.float()
+        maxima, best = block_argmax(raw)
+        raw_is_finite = torch.isfinite(maxima).tolist()
+        adjusted = raw
+        if any(state.adjusts for state in states):
+            adjusted = raw.clone()
+            self._adjust(adjusted, states)
+            maxima, best = block_argmax(adjusted)
+        chosen: list[int] = best.tolist()
+        drawing = [row for row, state in enumerate(states) if not state.is_greedy]
+        if drawing:
+            self._draw(adjusted, maxima, drawing, states, chosen)
         has_choice = torch.isfinite(maxima).tolist()
-        logprobs: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            found = token_logprobs(raw, [chosen[row] for row, _ in wanted], [count or 0 for _, count in wanted])
-            logprobs = {row: entry for (row, _), entry in zip(wanted, found, strict=True)}
+        logprobs = _logprobs(raw, states, chosen)
         return [
             SampleResult(error=_not_finite())
             if not raw_is_finite[row]
@@ -256,16 +259,53 @@ class Sampler:
             logits[followed] = logits[followed].masked_fill_(forbidden, -torch.inf)
 
     def _draw(
-        self, logits: torch.Tensor, maxima: torch.Tensor, rows: list[int], states: list[RowState]
-    ) -> torch.Tensor:
-        """Token ids (len(rows),) drawn from the filtered distributions of these rows."""
-        if len(rows) < logits.shape[0]:
-            logits, maxima = logits[rows], maxima[rows]
-        chosen = [states[row] for row in rows]
-        params = [state.sequence.sampling_params for state in chosen]
-        weights = filter_rows(logits, maxima, params)
-        positions = [len(state.sequence.generated_token_ids) for state in chosen]
-        return pick_by_weight(weights, [state.seed for state in chosen], positions)
+        self,
+        logits: torch.Tensor,
+        maxima: torch.Tensor,
+        rows: list[int],
+        states: list[RowState],
+        chosen: list[int],
+    ) -> None:
+        """Draws the tokens of these rows into `chosen`."""
+        width = logits.shape[1]
+        params = {row: states[row].sequence.sampling_params for row in rows}
+        filtered = [row for row in rows if has_filter(params[row], width)]
+        # The whole distribution is needed to draw from it, and to know what share of it top_p asks for.
+        whole = [row for row in rows if row not in set(filtered)]
+        shares = [row for row in filtered if needs_total(params[row], width)]
+        weighed = whole + shares
+        totals = np.zeros(len(states))
+        if weighed:
+            picked = _pick(logits, weighed)
+            temperatures = [params[row].temperature for row in weighed]
+            weights, sums = weigh(picked, _pick(maxima, weighed), temperatures, self._workspace)
+            totals[weighed] = sums.sum(-1).cpu().numpy()
+            if whole:
+                count = len(whole)
+                found = draw_from_all(weights[:count], sums[:count], *_places(states, whole)).tolist()
+                for row, token_id in zip(whole, found, strict=True):
+                    chosen[row] = token_id
+        if filtered:
+            kept = keep(
+                _pick(logits, filtered), _pick(maxima, filtered), totals[filtered], [params[row] for row in filtered]
+            )
+            for row, token_id in zip(filtered, draw_from_kept(kept, *_places(states, filtered)), strict=True):
+                chosen[row] = token_id
+
+
+def _places(states: list[RowState], rows: list[int]) -> tuple[list[int], list[int]]:
+    """(seeds, positions) that the random numbers of these rows belong to."""
+    return [states[row].seed for row in rows], [len(states[row].sequence.generated_token_ids) for row in rows]
+
+
+def _logprobs(raw: torch.Tensor, states: list[RowState], chosen: list[int]) -> dict[int, TokenLogprobs]:
+    """By row, where asked for."""
+    wanted = [(row, state.num_logprobs) for row, state in enumerate(states) if state.num_logprobs is not None]
+    if not wanted:
+        return {}
+    rows = [row for row, _ in wanted]
+    found = token_logprobs(_pick(raw, rows), [chosen[row] for row in rows], [count for _, count in wanted])
+    return dict(zip(rows, found, strict=True))
 
 
 def _penalise(values: np.ndarray, columns: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -274,10 +314,9 @@ def _penalise(values: np.ndarray, columns: tuple[np.ndarray, ...]) -> np.ndarray
     return penalised
 
 
-def _pick_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """A float32 copy of these rows."""
-    picked = logits if len(rows) == logits.shape[0] else logits[rows]
-    return picked.to(torch.float32, copy=True)
+def _pick(rows_of: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """These rows; no copy when they are all."""
+    return rows_of if rows == list(range(rows_of.shape[0])) else rows_of[rows]
 
 
 def _not_finite() -> RequestFailedError:

@@ -1,9 +1,7 @@
-"""The sampler's arithmetic: whole batches of rows at once, each row by itself."""
+"""The sampler's arithmetic: many rows at once, each row by itself."""
 
 from __future__ import annotations
 
-import math
-import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -13,59 +11,32 @@ import numpy.typing as npt
 import torch
 
 from minivllm.core.outputs import TokenLogprobs
-from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sampler_filters import Kept, likeliest
+from minivllm.core.sampler_noise import exponential_noise
 
 BLOCK = 256
 """Tokens of the vocabulary that are looked at together: maxima and sums of blocks are cheap, of rows they are not."""
 
-FIRST_CANDIDATES = 64
-"""Likeliest tokens that top_p looks at first. A row that needs more is sorted whole."""
-
-UintArray = npt.NDArray[np.uint64]
 Array = npt.NDArray[Any]
 
 
-# -- random numbers --------------------------------------------------------------------------------
+class Workspace:
+    """Memory for one (rows, vocab) matrix of float32, kept between steps: fresh pages cost more than the arithmetic."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK = (1 << 64) - 1
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
 
-
-def _mix(x: UintArray) -> UintArray:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), which passes BigCrush on counters."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def random_bits(seeds: Items[int], positions: Items[int], count: int) -> UintArray:
-    """(len(seeds), count) random 64-bit words: a pure function of seed, position and column."""
-    with np.errstate(over="ignore"):
-        seed = np.array([value & _MASK for value in seeds], dtype=np.uint64)
-        position = np.array(positions, dtype=np.uint64)
-        key = _mix(_mix(seed + _GOLDEN) + position * _GOLDEN)
-        counter = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
-        return _mix(key[:, None] + counter[None, :])
-
-
-def exponential_noise(seeds: Items[int], positions: Items[int], count: int) -> npt.NDArray[np.float64]:
-    """(len(seeds), count) standard exponential variates, never 0."""
-    uniform = ((random_bits(seeds, positions, count) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(uniform)
-
-
-def fresh_seed(base: int | None, number: int) -> int:
-    """A 64-bit seed: of request `number` under `base`, or one that nobody can guess."""
-    return secrets.randbits(64) if base is None else int(random_bits([base], [number], 1)[0, 0])
-
-
-# -- argmax and choice -----------------------------------------------------------------------------
+    def take(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
+        """(rows, width) of whatever was there before; valid until the next call."""
+        if self._memory.numel() < rows * width or self._memory.device != device:
+            self._memory = torch.empty(rows * width, device=device)
+        return self._memory[: rows * width].view(rows, width)
 
 
 def block_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(largest value, its lowest index) of each row; NaN where a row holds one.
 
-    The same as `logits.max(dim=-1)` with ties settled, and 20 times as fast on a CPU: maxima of blocks vectorise.
+    As `logits.max(dim=-1)`, and 20 times as fast on a CPU: maxima of blocks vectorise, a search for an index does not.
     """
     rows, width = logits.shape
     body = width - width % BLOCK
@@ -83,27 +54,54 @@ def block_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(from_tail, tail_values, block_values), torch.where(from_tail, tail_index + body, index)
 
 
-def pick_by_weight(weights: torch.Tensor, seeds: Items[int], positions: Items[int]) -> torch.Tensor:
-    """One index a row, with probability proportional to its weight.
-
-    Two exponential races (the Gumbel-max trick): one among blocks of the vocabulary by their total, one inside the
-    winner. That is exact, needs a few hundred random numbers a row instead of one a token, and, as each number belongs
-    to a place in the vocabulary, a rounding error in the logits almost never changes the choice (as it would by
-    inverting a cumulative sum).
+def weigh(
+    logits: torch.Tensor, maxima: torch.Tensor, temperatures: list[float], workspace: Workspace
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp((logit - maximum) / temperature), and its sums over blocks of `BLOCK` tokens.
 
     Args:
-        weights: (rows, width) float32, not negative, some positive in each row; width a multiple of `BLOCK`.
+        logits: (rows, vocab) float32; not changed.
+
+    Returns:
+        weights (rows, blocks, BLOCK), filled up with zeros, in the workspace; sums (rows, blocks) in float64.
     """
-    rows, width = weights.shape
-    num_blocks = width // BLOCK
-    noise = torch.from_numpy(exponential_noise(seeds, positions, num_blocks + BLOCK)).to(weights.device)
-    blocks = weights.view(rows, num_blocks, BLOCK)
-    block_index = (blocks.sum(dim=-1).double() / noise[:, :num_blocks]).argmax(dim=-1)
-    inside = blocks[torch.arange(rows, device=weights.device), block_index].double() / noise[:, num_blocks:]
+    rows, width = logits.shape
+    padded = width + -width % BLOCK
+    weights = workspace.take(rows, padded, logits.device)
+    inverse = torch.tensor([1 / value for value in temperatures], dtype=torch.float32, device=logits.device)
+    inner = weights[:, :width]
+    torch.sub(logits, maxima[:, None], out=inner)
+    inner.mul_(inverse[:, None]).exp_()
+    weights[:, width:] = 0
+    blocks = weights.view(rows, -1, BLOCK)
+    return blocks, blocks.sum(dim=-1).double()
+
+
+def draw_from_all(weights: torch.Tensor, sums: torch.Tensor, seeds: Items[int], positions: Items[int]) -> torch.Tensor:
+    """One index a row, with probability proportional to its weight.
+
+    Two exponential races (the Gumbel-max trick): one among blocks of the vocabulary by their sums, one inside the
+    winner. That is exact and needs a few hundred random numbers a row instead of one a token. As each number belongs to
+    a place in the vocabulary, rounding errors of the logits almost never change the choice; inverting a cumulative
+    sum, they would whenever they move the sum past a rare token.
+
+    Args:
+        weights: (rows, blocks, BLOCK), not negative, some positive in each row.
+        sums: (rows, blocks).
+    """
+    rows, num_blocks, _ = weights.shape
+    columns = np.arange(num_blocks + BLOCK, dtype=np.int64)
+    noise = torch.from_numpy(exponential_noise(seeds, positions, columns)).to(weights.device)
+    block_index = (sums / noise[:, :num_blocks]).argmax(dim=-1)
+    inside = weights[torch.arange(rows, device=weights.device), block_index].double() / noise[:, num_blocks:]
     return block_index * BLOCK + inside.argmax(dim=-1)
 
 
-# -- changes at a few places of each row -----------------------------------------------------------
+def draw_from_kept(kept: Kept, seeds: Items[int], positions: Items[int]) -> list[int]:
+    """The same from the tokens that the filters kept, in one race: the noise belongs to the token id."""
+    winners = (kept.weights / exponential_noise(seeds, positions, kept.token_ids)).argmax(axis=-1)
+    chosen: list[int] = kept.token_ids[np.arange(len(winners)), winners].tolist()
+    return chosen
 
 
 def scatter_rows(
@@ -127,101 +125,6 @@ def scatter_rows(
     flat[places] = torch.from_numpy(values.astype(np.float32)).to(logits.device)
 
 
-# -- filters ---------------------------------------------------------------------------------------
-
-
-def filter_rows(logits: torch.Tensor, maxima: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Unnormalised probabilities after temperature, top_k, top_p and min_p.
-
-    Args:
-        logits: (rows, vocab) float32; changed.
-        maxima: (rows,) the largest of each row.
-
-    Returns:
-        (rows, vocab rounded up to a multiple of `BLOCK`) float32, the largest of each row being 1.
-    """
-    rows, width = logits.shape
-    device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
-    logits.sub_(maxima[:, None]).div_(temperature[:, None])
-    lowest = torch.full((rows,), -torch.inf, device=device)
-    _apply_top_k_and_top_p(logits, params, lowest)
-    for row, p in enumerate(params):
-        if p.min_p > 0:
-            lowest[row] = torch.clamp(lowest[row], min=math.log(p.min_p))
-    padded = -width % BLOCK
-    weights = torch.zeros((rows, width + padded), device=device) if padded else torch.empty_like(logits)
-    inner = weights[:, :width]
-    torch.exp(logits, out=inner) if not padded else inner.copy_(logits.exp())
-    inner.mul_(logits >= lowest[:, None])
-    # A row without a finite maximum is reported as failed by the caller; its weights only have to be harmless.
-    return weights.nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _apply_top_k_and_top_p(logits: torch.Tensor, params: list[SamplingParams], lowest: torch.Tensor) -> None:
-    """Raises `lowest` (rows,) to the smallest logit that top_k and top_p keep. `logits` are scaled, their maximum 0."""
-    width = logits.shape[1]
-    ks = [p.top_k if 0 < p.top_k < width else width for p in params]
-    few = [row for row, (k, p) in enumerate(zip(ks, params, strict=True)) if k <= 1024 and (k < width or p.top_p < 1)]
-    open_ended = [row for row, (k, p) in enumerate(zip(ks, params, strict=True)) if k > 1024 and p.top_p < 1]
-    whole = [row for row, (k, p) in enumerate(zip(ks, params, strict=True)) if 1024 < k < width and p.top_p >= 1]
-    if few:
-        _cut_sorted(logits, few, ks, params, lowest, max(ks[row] for row in few))
-    if open_ended:
-        whole += _cut_by_mass(logits, open_ended, ks, params, lowest)
-    if whole:
-        _cut_sorted(logits, whole, ks, params, lowest, width)
-
-
-def _cut_sorted(
-    logits: torch.Tensor,
-    rows: list[int],
-    ks: list[int],
-    params: list[SamplingParams],
-    lowest: torch.Tensor,
-    count: int,
-) -> None:
-    """top_k and top_p of rows of which the `count` largest are enough to know."""
-    picked = logits[rows] if len(rows) < logits.shape[0] else logits
-    largest = picked.topk(count, dim=-1).values if count < picked.shape[1] else picked.sort(-1, descending=True).values
-    k = torch.tensor([ks[row] for row in rows], device=logits.device)
-    kth = largest.gather(1, (k - 1)[:, None])
-    # Ties of the k-th token are kept; those beyond `count` are counted by value, not listed.
-    weights = largest.double().exp().masked_fill_(largest < kth, 0)
-    ties = (picked == kth).sum(-1, keepdim=True) - (largest == kth).sum(-1, keepdim=True)
-    total = weights.sum(-1, keepdim=True) + ties * kth.double().exp()
-    top_p = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64, device=logits.device)[:, None]
-    before = weights.cumsum(-1) - weights
-    kept = (before < top_p * total) & (largest >= kth)
-    last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
-    lowest[rows] = largest.gather(1, last).squeeze(1)
-
-
-def _cut_by_mass(
-    logits: torch.Tensor, rows: list[int], ks: list[int], params: list[SamplingParams], lowest: torch.Tensor
-) -> list[int]:
-    """top_p of rows without a small top_k, from their likeliest few. Returns the rows that need more than those."""
-    bounded = [row for row in rows if ks[row] < logits.shape[1]]
-    free = [row for row in rows if ks[row] == logits.shape[1]]
-    if not free:
-        return bounded
-    picked = logits[free] if len(free) < logits.shape[0] else logits
-    largest = picked.topk(min(FIRST_CANDIDATES, picked.shape[1]), dim=-1).values
-    weights = largest.double().exp()
-    total = picked.exp().sum(-1, dtype=torch.float64)[:, None]
-    top_p = torch.tensor([params[row].top_p for row in free], dtype=torch.float64, device=logits.device)[:, None]
-    enough = weights.sum(-1) >= (top_p * total).squeeze(1)
-    last = ((weights.cumsum(-1) - weights) < top_p * total).sum(-1, keepdim=True).clamp_(min=1) - 1
-    found = largest.gather(1, last).squeeze(1)
-    done = enough.tolist()
-    settled = [place for place, is_done in enumerate(done) if is_done]
-    lowest[[free[place] for place in settled]] = found[settled]
-    return bounded + [row for row, is_done in zip(free, done, strict=True) if not is_done]
-
-
-# -- log probabilities -----------------------------------------------------------------------------
-
-
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     """Log probabilities of the given tokens and of the likeliest at their places.
 
@@ -234,14 +137,13 @@ def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int
     normaliser = _log_sum_exp(logits)
     own = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]) - normaliser
     own_list = own.squeeze(1).tolist()
-    most = max(num_top, default=0)
-    if most == 0:
+    if not any(num_top):
         return [TokenLogprobs(token_id, value) for token_id, value in zip(token_ids, own_list, strict=True)]
-    values, indices = logits.topk(min(most, logits.shape[1]), dim=-1)
-    rows = zip(token_ids, own_list, (values - normaliser).tolist(), indices.tolist(), num_top, strict=True)
+    found = likeliest(logits, [min(count, logits.shape[1]) for count in num_top])
+    offsets = normaliser.squeeze(1).tolist()
     return [
-        TokenLogprobs(token_id, value, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
-        for token_id, value, top_values, top_ids, count in rows
+        TokenLogprobs(token_id, value, tuple(zip(ids.tolist(), (values - offset).tolist(), strict=True)))
+        for token_id, value, (ids, values), offset in zip(token_ids, own_list, found, offsets, strict=True)
     ]
 
 

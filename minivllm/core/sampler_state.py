@@ -55,6 +55,7 @@ class RowState:
     """Parameters of one sequence in the form the sampler needs, worked out once."""
 
     __slots__ = (
+        "adjusts",
         "bias",
         "grammar",
         "is_greedy",
@@ -85,14 +86,9 @@ class RowState:
             )
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
         self.stop_ids: IdArray = np.array(sorted(stops), dtype=np.int64)
-        self.is_plain_greedy = (
-            self.is_greedy
-            and self.num_logprobs is None
-            and self.penalties is None
-            and self.bias is None
-            and grammar is None
-            and not (params.min_tokens and stops)
-        )
+        self.adjusts = bool(penalised or self.bias or grammar or (params.min_tokens and stops))
+        """Whether anything may change this row's logits."""
+        self.is_plain_greedy = self.is_greedy and self.num_logprobs is None and not self.adjusts
 
     def holds_back_stop(self) -> bool:
         """True while `min_tokens` has not been reached."""
