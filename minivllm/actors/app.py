@@ -36,6 +36,9 @@ REPLICA_ENV_VARS = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024**2),
 }
 
+WITHOUT_ACCESS_LOG = {"enable_access_log": False}
+"""For the deployments that only we call, several times a second."""
+
 
 def build_app(args: AppArgs) -> Application:
     """The application, from the `args:` of serve_config.yaml. Starts nothing itself."""
@@ -44,42 +47,10 @@ def build_app(args: AppArgs) -> Application:
 
 def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] = load_engine) -> Application:
     """The same with another way to make the engine. `build_engine` must be importable where the replicas run."""
-    device = _choose_device(args.device)
-    metrics = (
-        serve.deployment(Metrics, name="Metrics")
-        .options(
-            max_ongoing_requests=1000,
-            health_check_period_s=5,
-            graceful_shutdown_timeout_s=2,
-            graceful_shutdown_wait_loop_s=0.1,
-            ray_actor_options=_actor_options(num_cpus=0),
-        )
-        .bind(args.metrics_history_size)
-    )
-    engine = (
-        serve.deployment(Engine, name="Engine")
-        .options(
-            num_replicas=1,
-            max_ongoing_requests=MAX_ONGOING_REQUESTS,
-            # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
-            health_check_period_s=1,
-            health_check_timeout_s=30,
-            graceful_shutdown_timeout_s=10,
-            graceful_shutdown_wait_loop_s=0.2,
-            # A model that cannot be loaded will not load the twentieth time either.
-            max_constructor_retry_count=2,
-            ray_actor_options=_actor_options(
-                num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
-            ),
-        )
-        .bind(
-            args.engine_config(device=device),
-            EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s),
-            metrics,
-            build_engine,
-        )
-    )
-    return Ingress.options(
+    metrics = _bind_metrics(args)
+    engine = _bind_engine(args, metrics, build_engine)
+    ingress: Any = Ingress
+    application: Application = ingress.options(
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_period_s=5,
@@ -87,6 +58,48 @@ def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] 
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options=_actor_options(num_cpus=0.1),
     ).bind(args, engine, metrics)
+    return application
+
+
+def _bind_metrics(args: AppArgs) -> Application:
+    deployment = serve.deployment(
+        Metrics,
+        name="Metrics",
+        max_ongoing_requests=1000,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_wait_loop_s=0.1,
+        logging_config=WITHOUT_ACCESS_LOG,
+        ray_actor_options=_actor_options(num_cpus=0),
+    )
+    application: Application = deployment.bind(args.metrics_history_size)
+    return application
+
+
+def _bind_engine(
+    args: AppArgs, metrics: Application, build_engine: Callable[[EngineConfig], "LLMEngine"]
+) -> Application:
+    device = _choose_device(args.device)
+    deployment = serve.deployment(
+        Engine,
+        name="Engine",
+        num_replicas=1,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
+        health_check_period_s=1,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.2,
+        # A model that cannot be loaded will not load the twentieth time either.
+        max_constructor_retry_count=2,
+        logging_config=WITHOUT_ACCESS_LOG,
+        ray_actor_options=_actor_options(
+            num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
+        ),
+    )
+    settings = EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s)
+    application: Application = deployment.bind(args.engine_config(device=device), settings, metrics, build_engine)
+    return application
 
 
 def _choose_device(device: str) -> str:

@@ -1,0 +1,82 @@
+"""One Ray and one real application for all tests that need them. They start with the first test that asks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+APP_NAME = "minivllm"
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A local Ray with Serve's proxy. `address` lets another process join it as a driver."""
+
+    address: str
+    port: int
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The application on the real default model: over HTTP at `base_url`, from Python by `handle`."""
+
+    cluster: RayCluster
+    base_url: str
+    model: str
+    handle: Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """Ray with a temporary folder of its own; four CPUs on paper, however few there are."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+    from ray import serve
+
+    # Not pytest's tmp_path: Ray puts sockets there, and their paths must be short.
+    folder = tempfile.mkdtemp(prefix="mv-")
+    port = free_port()
+    context = ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=128 * 1024**2,
+        _temp_dir=folder,
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield RayCluster(context.address_info["address"], port)
+    serve.shutdown()
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def served(ray_cluster: RayCluster) -> Served:
+    """The application as `serve run` would start it, with every operation on blocks checked."""
+    from ray import serve
+
+    from minivllm.actors.app import build_app
+    from minivllm.actors.config import AppArgs
+
+    # One thread: two that wait for each other are slow beyond measure when the machine has other work.
+    args = AppArgs(validate_blocks=True, max_num_seqs=64, cpu_kv_cache_bytes=256 * 1024**2, num_threads=1)
+    handle = serve.run(build_app(args), name=APP_NAME, route_prefix="/")
+    return Served(ray_cluster, ray_cluster.base_url, args.model_name, handle)
