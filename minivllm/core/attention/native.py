@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from minivllm.core import native
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
 from minivllm.core.model_input import ModelInput
 from minivllm.core.native.bindings import AttentionCall, StepCall
+from minivllm.core.native.steps import describe_step
+from minivllm.core.native.workspace import Workspace
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -27,8 +28,7 @@ class NativeBackend(AttentionBackend):
         if library is None:
             raise RuntimeError(native.why_not())
         self._library = library
-        self._workspace: int | None = None
-        self._num_threads = 0
+        self._workspace = Workspace(library)
         self._step: tuple[ModelInput, StepCall, tuple[Any, ...]] | None = None
 
     @classmethod
@@ -42,17 +42,8 @@ class NativeBackend(AttentionBackend):
         return native.why_not()
 
     def begin_step(self, model_input: ModelInput) -> None:
-        self._library.minivllm_begin_step(self.workspace())
+        self._library.minivllm_begin_step(self._workspace.handle())
         self._step = (model_input, *describe_step(model_input))
-
-    def workspace(self) -> int:
-        """Handle of the scratch memory, made anew when torch's number of threads has changed."""
-        num_threads = torch.get_num_threads()
-        if self._workspace is None or num_threads != self._num_threads:
-            workspace: int = self._library.minivllm_create(num_threads)
-            weakref.finalize(self, self._library.minivllm_destroy, workspace)
-            self._workspace, self._num_threads = workspace, num_threads
-        return self._workspace
 
     def forward(
         self,
@@ -95,25 +86,8 @@ class NativeBackend(AttentionBackend):
             scale,
             softcap or 0.0,
         )
-        self._library.minivllm_attention(self._workspace, ctypes.byref(call))
+        self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
         return output
-
-
-def describe_step(model_input: ModelInput) -> tuple[StepCall, tuple[Any, ...]]:
-    """The step as the library takes it, and what must stay alive as long as that is used."""
-    layout = model_input.layout
-    tables = model_input.block_tables.contiguous()
-    slots = model_input.slot_mapping.contiguous()
-    step = StepCall(
-        layout.num_sequences,
-        slots.shape[0],
-        layout.query_starts.ctypes.data,
-        layout.context_lens.ctypes.data,
-        tables.data_ptr(),
-        tables.stride(0),
-        slots.data_ptr(),
-    )
-    return step, (layout, tables, slots)
 
 
 def _dense_heads(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

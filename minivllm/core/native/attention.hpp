@@ -158,22 +158,27 @@ struct Scratch {
     }
 };
 
-// Shared by the threads of one layer.
+// Results of pieces, shared by the threads. Layers follow one another, so that all use the same memory; only the counts
+// of finished pieces are each layer's own.
 struct Partials {
     Buffer<float> output, highest, weight_sum;
-    std::vector<std::atomic<int>> finished;
+    std::vector<std::atomic<int>> finished;  // for each layer, for each join of its plan
     size_t capacity = 0;
+    size_t joins = 0;
     void reserve(const Plan& plan, int padded_size) {
         const size_t needed = (size_t)plan.num_partials * plan.max_rows * padded_size;
-        if (needed > capacity) {
-            capacity = needed;
-            output = make_buffer<float>(needed);
-            highest = make_buffer<float>(needed / padded_size);
-            weight_sum = make_buffer<float>(needed / padded_size);
-        }
-        if (finished.size() < plan.joins.size()) finished = std::vector<std::atomic<int>>(plan.joins.size());
+        joins = std::max(joins, plan.joins.size());
+        if (needed <= capacity) return;
+        capacity = needed;
+        output = make_buffer<float>(needed);
+        highest = make_buffer<float>(needed / padded_size);
+        weight_sum = make_buffer<float>(needed / padded_size);
+    }
+    void start(size_t layers) {
+        if (finished.size() < layers * joins) finished = std::vector<std::atomic<int>>(layers * joins);
         for (auto& count : finished) count.store(0, std::memory_order_relaxed);
     }
+    std::atomic<int>* counts(size_t layer) { return finished.data() + layer * joins; }
 };
 
 constexpr float NO_SCORE = -INFINITY;
@@ -309,6 +314,7 @@ struct Attention {
     const Queries& queries;
     const Plan& plan;
     Partials& partials;
+    std::atomic<int>* finished;  // pieces done, for each join
     Scratch& scratch;
     const int padded_size = (cache.head_size + LANES - 1) / LANES * LANES;
     const int sharing = heads.rows_per_query();
@@ -438,7 +444,7 @@ struct Attention {
         std::memcpy(partials.highest.get() + first, scratch.highest.get(), rows * sizeof(float));
         std::memcpy(partials.weight_sum.get() + first, scratch.weight_sum.get(), rows * sizeof(float));
         const Join& join = plan.joins[item.join];
-        if (partials.finished[item.join].fetch_add(1, std::memory_order_acq_rel) + 1 == join.num_partials)
+        if (finished[item.join].fetch_add(1, std::memory_order_acq_rel) + 1 == join.num_partials)
             join_partials(item, join);
     }
 

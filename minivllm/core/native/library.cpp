@@ -1,7 +1,7 @@
 // The functions that Python calls, by ctypes. Structures mirror those in `bindings.py`.
 #include <omp.h>
 
-#include "attention.hpp"
+#include "decoder.hpp"
 
 using namespace minivllm;
 
@@ -13,6 +13,8 @@ struct Workspace {
     std::vector<Scratch> scratch;
     std::map<std::pair<int, int>, Plan> plans;  // by window and query heads; of the running step
     Partials partials;
+    Buffers buffers;
+    std::vector<std::atomic<int>> counters;
 };
 
 }  // namespace
@@ -71,6 +73,7 @@ void attend(Workspace& workspace, const AttentionCall& call) {
     const Plan& plan = plan_of(workspace, layout, heads);
     for (Scratch& scratch : workspace.scratch) scratch.reserve(cache.head_size);
     workspace.partials.reserve(plan, workspace.scratch[0].padded_size);
+    workspace.partials.start(1);
 
     const ptrdiff_t width = is_float32 ? 4 : 2;
     std::atomic<int> counter{0};
@@ -84,7 +87,7 @@ void attend(Workspace& workspace, const AttentionCall& call) {
                     (const char*)call.key + (token * call.key_token_stride + head * call.key_head_stride) * width,
                     (const char*)call.value + (token * call.value_token_stride + head * call.value_head_stride) * width,
                     is_float32);
-        Attention<Cache> attention{layout, heads, cache, queries, plan, workspace.partials,
+        Attention<Cache> attention{layout, heads, cache, queries, plan, workspace.partials, workspace.partials.counts(0),
                                    workspace.scratch[omp_get_thread_num()]};
         attention.run_all(counter);
     }
@@ -97,4 +100,90 @@ extern "C" void minivllm_attention(void* workspace, const AttentionCall* call) {
         attend<Float32Cache>(*(Workspace*)workspace, *call);
     else
         attend<BFloat16Cache>(*(Workspace*)workspace, *call);
+}
+
+// ---- weights and products ----
+
+// Packs w (rows, depth) float32. data: panels of `minivllm_panel_bytes`; scale, offset: rounded up to whole panels.
+// Returns the largest norm of a row in quantized units.
+extern "C" float minivllm_pack(int32_t format, const float* weights, int64_t rows, int64_t depth, char* data,
+                               float* scale, int32_t* offset) {
+    const int64_t panels = (rows + PANEL - 1) / PANEL;
+    float norm = 0;
+#pragma omp parallel for reduction(max : norm)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        float own = 0;
+        pack_panel((Format)format, weights + panel * PANEL * depth, std::min<int64_t>(PANEL, rows - panel * PANEL),
+                   depth, data + panel * panel_bytes((Format)format, depth), scale + panel * PANEL,
+                   offset + panel * PANEL, &own);
+        norm = std::max(norm, own);
+    }
+    return norm;
+}
+
+extern "C" int64_t minivllm_panel_bytes(int32_t format, int64_t depth) { return panel_bytes((Format)format, depth); }
+
+extern "C" int32_t minivllm_has_integer_dot() { return HAS_INTEGER_DOT; }
+
+// out (rows, out_stride), `width` columns = input (rows, depth) float32, dense, times the matrix.
+extern "C" void minivllm_linear(void* handle, const Linear* linear, const float* input, int64_t rows, float* out,
+                                int64_t out_stride, int64_t width) {
+    Workspace& workspace = *(Workspace*)handle;
+    const int64_t stride = words_of(linear->format, linear->depth) + LANES;
+    Buffer<uint32_t> words = make_buffer<uint32_t>(rows * stride);
+    Buffer<float> scales = make_buffer<float>(rows);
+    std::atomic<int> counter{0};
+#pragma omp parallel num_threads(workspace.num_threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row)
+            scales[row] = pack_row(linear->format, linear->largest_norm, input + row * linear->depth, linear->depth,
+                                   words.get() + row * stride);
+        multiply(*linear, Activations{words.get(), stride, scales.get()}, rows,
+                 Target{Target::Store, out, out_stride, width}, counter, workspace.num_threads);
+    }
+}
+
+namespace {
+
+template <typename Cache>
+void decode(Workspace& workspace, const Decoder& decoder, const StepCall& step, const int64_t* input_ids,
+            const int64_t* positions, float* out) {
+    const Layout layout{(int)step.num_sequences, step.query_starts, step.context_lens, step.block_tables,
+                        step.block_table_stride};
+    workspace.plans.clear();
+    workspace.partials.joins = 0;
+    for (Scratch& scratch : workspace.scratch) scratch.reserve((int)decoder.head_size);
+    for (int64_t i = 0; i < decoder.num_layers; ++i) {
+        const Heads heads{(int)decoder.num_query_heads, (int)decoder.num_kv_heads, 0, 0, (int)decoder.layers[i].window};
+        workspace.partials.reserve(plan_of(workspace, layout, heads), workspace.scratch[0].padded_size);
+    }
+    workspace.partials.start(decoder.num_layers);
+    workspace.buffers.reserve(decoder, step.num_tokens, workspace.num_threads);
+    const size_t stages = decoder.num_layers * Worker::STAGES_PER_LAYER + Worker::STAGES_AROUND;
+    if (workspace.counters.size() < stages) workspace.counters = std::vector<std::atomic<int>>(stages);
+    for (auto& counter : workspace.counters) counter.store(0, std::memory_order_relaxed);
+#pragma omp parallel num_threads(workspace.num_threads)
+    {
+        const int thread = omp_get_thread_num();
+        Worker worker{decoder,           layout,
+                      input_ids,         positions,
+                      step.slot_mapping, step.num_tokens,
+                      workspace.buffers, workspace.plans,
+                      workspace.partials, workspace.scratch[thread],
+                      workspace.buffers.row_of(thread), workspace.counters,
+                      workspace.num_threads};
+        worker.run<Cache>(out);
+    }
+}
+
+}  // namespace
+
+// out (T, hidden) float32: the last hidden states, after the final norm.
+extern "C" void minivllm_decode(void* workspace, const Decoder* decoder, const StepCall* step, const int64_t* input_ids,
+                                const int64_t* positions, float* out) {
+    if (decoder->cache_is_float32)
+        decode<Float32Cache>(*(Workspace*)workspace, *decoder, *step, input_ids, positions, out);
+    else
+        decode<BFloat16Cache>(*(Workspace*)workspace, *decoder, *step, input_ids, positions, out);
 }

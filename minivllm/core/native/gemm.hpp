@@ -1,0 +1,337 @@
+// Products of activations with packed weights: out (M, N) = a (M, K) . w (N, K)^T.
+//
+// Weights are packed once into panels of 32 output columns. A panel holds, for one step of K after the other, two
+// vectors of 16 columns; a step covers as many K as fit in 32 bits of the activations ("word"), so that one broadcast
+// word meets one vector. Three number formats:
+//
+//   Float    weights bfloat16, activations and sums float32. Any CPU.
+//   Int16    both in 16 bits, sums exact in 32 bits. For CPUs whose integer units are faster than their bfloat16 ones.
+//            Weights are scaled by column to +-8191. Activations are scaled by row as far as 16 bits reach and as no sum
+//            can overflow: |a . w| <= |a| |w| (Cauchy-Schwarz), and the largest |w| of the matrix is known. Products
+//            come out closer to those of float32 than those of bfloat16 do, and do not depend on the order of sums.
+//   Int8     both in 8 bits, scaled by column and by row (quantization: int8).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "vectors.hpp"
+
+namespace minivllm {
+
+constexpr int PANEL = 32;      // columns a panel: two vectors
+constexpr int BLOCK_ROWS = 12; // rows whose accumulators fit in registers: 12 * 2 vectors
+constexpr int GROUP_ROWS = 96; // rows that pass over a panel while it is in the cache
+
+enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2 };
+
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_INTEGER_DOT = true;
+#else
+constexpr bool HAS_INTEGER_DOT = false;
+#endif
+
+// A packed matrix. Columns are outputs; `columns` is a multiple of PANEL, what was added has weight zero.
+struct Linear {
+    const void* data;
+    const float* column_scale;       // (columns); null for Float
+    const int32_t* column_offset;    // (columns); Int8: 128 * sum of the column's weights
+    const float* bias;               // (columns) or null
+    int64_t columns;
+    int64_t depth;                   // K, a multiple of 4
+    float largest_norm;              // Int16: the largest |w| of a column, in quantized units
+    Format format;
+};
+
+inline int words_of(Format format, int64_t depth) {
+    return (int)(format == Format::Float ? depth : format == Format::Int16 ? depth / 2 : depth / 4);
+}
+
+inline int64_t panel_bytes(Format format, int64_t depth) {
+    return format == Format::Int8 ? depth * PANEL : depth * PANEL * 2;
+}
+
+// ---- activations -----------------------------------------------------------------------------------------------
+
+MINIVLLM_INLINE f32x16 rounded(f32x16 x) {
+    const f32x16 magic = splat(12582912.0f);
+    return (x + magic) - magic;
+}
+
+// Brings one row into words. Returns the scale that its products are to be multiplied with.
+inline float pack_row(Format format, float largest_norm, const float* row, int64_t depth, uint32_t* words) {
+    if (format == Format::Float) {
+        std::memcpy(words, row, depth * sizeof(float));
+        return 1.0f;
+    }
+    f32x16 peaks = {}, squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= depth; i += LANES) {
+        f32x16 x = load<f32x16>(row + i);
+        peaks = maximum(peaks, absolute(x));
+        squares += x * x;
+    }
+    float peak = largest(peaks), square = sum(squares);
+    for (; i < depth; ++i) {
+        peak = std::max(peak, std::fabs(row[i]));
+        square += row[i] * row[i];
+    }
+    if (!(peak > 0)) peak = 1e-30f;
+    float scale = peak / (format == Format::Int16 ? 32767.0f : 127.0f);
+    // A little below 2^31: rounding adds to the norms.
+    if (format == Format::Int16) scale = std::max(scale, std::sqrt(square) * largest_norm / 2.1e9f);
+    const float factor = 1.0f / scale;
+    i = 0;
+    if (format == Format::Int16) {
+        int16_t* target = (int16_t*)words;
+        typedef int16_t i16x16 __attribute__((vector_size(32)));
+        for (; i + LANES <= depth; i += LANES) {
+            i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(row + i) * splat(factor)), i32x16);
+            store(target + i, __builtin_convertvector(whole, i16x16));
+        }
+        for (; i < depth; ++i) target[i] = (int16_t)std::lrint(row[i] * factor);
+    } else {
+        // The CPU multiplies unsigned with signed bytes: 128 is added here and taken off with the column's offset.
+        uint8_t* target = (uint8_t*)words;
+        typedef uint8_t u8x16 __attribute__((vector_size(16)));
+        for (; i + LANES <= depth; i += LANES) {
+            i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(row + i) * splat(factor)), i32x16) + 128;
+            store(target + i, __builtin_convertvector(whole, u8x16));
+        }
+        for (; i < depth; ++i) target[i] = (uint8_t)(std::lrint(row[i] * factor) + 128);
+    }
+    return scale;
+}
+
+// ---- one block of rows times one panel -------------------------------------------------------------------------
+
+// What is to be brought into the cache meanwhile: `lines` of 64 bytes at every step.
+struct Fetch {
+    const char* address;
+    int lines;
+};
+
+template <int ROWS>
+inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
+                                                     int64_t depth, Fetch fetch, float* tile) {
+    f32x16 sums[ROWS][2] = {};
+    const float* a = (const float*)words;
+    for (int64_t pair = 0; pair < depth / 2; ++pair) {
+        const u32x16 left = load<u32x16>(panel), right = load<u32x16>(panel + 64);
+        const f32x16 left_even = first_of_pairs(left), left_odd = second_of_pairs(left);
+        const f32x16 right_even = first_of_pairs(right), right_odd = second_of_pairs(right);
+        panel += 128;
+        if (fetch.lines > 0) prefetch_far(fetch.address);
+        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+        fetch.address += 64 * fetch.lines;
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            const f32x16 even = splat(a[row * stride + 2 * pair]), odd = splat(a[row * stride + 2 * pair + 1]);
+            sums[row][0] += even * left_even;
+            sums[row][1] += even * right_even;
+            sums[row][0] += odd * left_odd;
+            sums[row][1] += odd * right_odd;
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) {
+        store(tile + row * PANEL, sums[row][0]);
+        store(tile + row * PANEL + LANES, sums[row][1]);
+    }
+}
+
+#if defined(__AVX512VNNI__)
+template <bool BYTES>
+MINIVLLM_INLINE __m512i dot(__m512i sums, __m512i activations, __m512i weights) {
+    return BYTES ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
+}
+
+template <bool BYTES, int ROWS>
+inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
+                                                       int64_t steps, Fetch fetch, int32_t* tile) {
+    __m512i sums[ROWS][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; ++step) {
+        const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
+        panel += 128;
+        if (fetch.lines > 0) prefetch_far(fetch.address);
+        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+        fetch.address += 64 * fetch.lines;
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512i activations = _mm512_set1_epi32((int32_t)words[row * stride + step]);
+            sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
+            sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) {
+        _mm512_storeu_si512(tile + row * PANEL, sums[row][0]);
+        _mm512_storeu_si512(tile + row * PANEL + LANES, sums[row][1]);
+    }
+}
+#endif
+
+// Packed activations of M rows.
+struct Activations {
+    const uint32_t* words;
+    ptrdiff_t stride;      // words from row to row
+    const float* scales;   // (M)
+};
+
+// tile (rows, PANEL) float32 = rows first.. of the activations times one panel, scaled and with bias.
+template <int ROWS>
+inline void multiply_block(const Linear& linear, const Activations& input, int64_t first, int64_t panel, Fetch fetch,
+                           float* tile) {
+    const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
+    const uint32_t* words = input.words + first * input.stride;
+    const int64_t column = panel * PANEL;
+    if (linear.format == Format::Float) {
+        multiply_float<ROWS>(words, input.stride, data, linear.depth, fetch, tile);
+    } else {
+#if defined(__AVX512VNNI__)
+        int32_t* sums = (int32_t*)tile;
+        const bool bytes = linear.format == Format::Int8;
+        const int64_t steps = words_of(linear.format, linear.depth);
+        if (bytes)
+            multiply_integer<true, ROWS>(words, input.stride, data, steps, fetch, sums);
+        else
+            multiply_integer<false, ROWS>(words, input.stride, data, steps, fetch, sums);
+        for (int half = 0; half < PANEL; half += LANES) {
+            const i32x16 offset = bytes ? load<i32x16>(linear.column_offset + column + half) : i32x16{};
+            const f32x16 scale = load<f32x16>(linear.column_scale + column + half);
+            for (int row = 0; row < ROWS; ++row) {
+                const i32x16 whole = load<i32x16>(sums + row * PANEL + half) - offset;
+                store(tile + row * PANEL + half,
+                      __builtin_convertvector(whole, f32x16) * (scale * splat(input.scales[first + row])));
+            }
+        }
+#endif
+    }
+    if (linear.bias != nullptr)
+        for (int row = 0; row < ROWS; ++row)
+            for (int half = 0; half < PANEL; half += LANES)
+                store(tile + row * PANEL + half,
+                      load<f32x16>(tile + row * PANEL + half) + load<f32x16>(linear.bias + column + half));
+}
+
+inline void multiply_rows(int rows, const Linear& linear, const Activations& input, int64_t first, int64_t panel,
+                          Fetch fetch, float* tile) {
+    switch (rows) {
+#define MINIVLLM_CASE(ROWS) \
+    case ROWS: return multiply_block<ROWS>(linear, input, first, panel, fetch, tile);
+        MINIVLLM_CASE(1) MINIVLLM_CASE(2) MINIVLLM_CASE(3) MINIVLLM_CASE(4) MINIVLLM_CASE(5) MINIVLLM_CASE(6)
+        MINIVLLM_CASE(7) MINIVLLM_CASE(8) MINIVLLM_CASE(9) MINIVLLM_CASE(10) MINIVLLM_CASE(11)
+#undef MINIVLLM_CASE
+        default: return multiply_block<12>(linear, input, first, panel, fetch, tile);
+    }
+}
+
+// ---- the whole product -----------------------------------------------------------------------------------------
+
+// Where results go. Store and Add: out (M, stride), `width` columns. Gate: a panel holds 16 gates and their 16 ups;
+// out = silu(gate) * up, half as wide.
+struct Target {
+    enum Kind { Store, Add, Gate } kind;
+    float* out;
+    ptrdiff_t stride;
+    int64_t width;
+};
+
+inline void deliver(const Target& target, const float* tile, int rows, int64_t first, int64_t panel) {
+    for (int row = 0; row < rows; ++row) {
+        const float* source = tile + row * PANEL;
+        float* out = target.out + (first + row) * target.stride;
+        if (target.kind == Target::Gate) {
+            store(out + panel * LANES, silu(load<f32x16>(source)) * load<f32x16>(source + LANES));
+            continue;
+        }
+        const int64_t column = panel * PANEL;
+        const int64_t count = std::min<int64_t>(PANEL, target.width - column);
+        if (count == PANEL) {
+            for (int half = 0; half < PANEL; half += LANES) {
+                f32x16 value = load<f32x16>(source + half);
+                if (target.kind == Target::Add) value += load<f32x16>(out + column + half);
+                store(out + column + half, value);
+            }
+        } else {
+            for (int64_t i = 0; i < count; ++i)
+                out[column + i] = target.kind == Target::Add ? out[column + i] + source[i] : source[i];
+        }
+    }
+}
+
+// Takes tasks (a group of rows, a run of panels) until none is left; `counter` starts at 0, shared by the threads.
+inline void multiply(const Linear& linear, const Activations& input, int64_t rows, const Target& target,
+                     std::atomic<int>& counter, int num_threads) {
+    if (rows == 0) return;
+    alignas(64) float tile[BLOCK_ROWS * PANEL];
+    const int64_t panels = linear.columns / PANEL;
+    const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    // Enough tasks that no thread waits long for the last one; a lone thread needs no more than one.
+    const int64_t runs = std::max<int64_t>(1, std::min(panels, (6 * num_threads + groups - 1) / groups));
+    const int64_t bytes = panel_bytes(linear.format, linear.depth);
+    const int64_t steps = bytes / 128;
+    for (;;) {
+        const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
+        if (task >= runs * groups) return;
+        const int64_t run = task / groups, group = task % groups;
+        const int64_t first_row = rows * group / groups, last_row = rows * (group + 1) / groups;
+        const int64_t blocks = (last_row - first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        const int64_t last_panel = panels * (run + 1) / runs;
+        for (int64_t panel = panels * run / runs; panel < last_panel; ++panel) {
+            const char* next = (const char*)linear.data + std::min(panel + 1, panels - 1) * bytes;
+            for (int64_t block = 0; block < blocks; ++block) {
+                const int64_t first = first_row + (last_row - first_row) * block / blocks;
+                const int64_t last = first_row + (last_row - first_row) * (block + 1) / blocks;
+                Fetch fetch{next, 0};
+                if (blocks == 1)
+                    fetch.lines = 2;
+                else if (block < 2)
+                    fetch = {next + block * steps * 64, 1};
+                multiply_rows((int)(last - first), linear, input, first, panel, fetch, tile);
+                deliver(target, tile, (int)(last - first), first, panel);
+            }
+        }
+    }
+}
+
+// ---- weights ---------------------------------------------------------------------------------------------------
+
+// Packs columns first.. of one panel from w (N, K) float32, rows of which may be fewer than PANEL.
+inline void pack_panel(Format format, const float* weights, int64_t rows, int64_t depth, char* data, float* scale,
+                       int32_t* offset, float* norm) {
+    const int64_t group = format == Format::Int8 ? 4 : 2;
+    for (int64_t column = 0; column < PANEL; ++column) {
+        const float* row = weights + column * depth;
+        const bool live = column < rows;
+        float peak = 0;
+        for (int64_t k = 0; live && k < depth; ++k) peak = std::max(peak, std::fabs(row[k]));
+        const float top = format == Format::Int8 ? 127.0f : 8191.0f;
+        const float factor = peak > 0 ? top / peak : 0.0f;
+        int32_t total = 0;
+        double square = 0;
+        for (int64_t k = 0; k < depth; ++k) {
+            const float value = live ? row[k] : 0.0f;
+            const int64_t at = (k / group * PANEL + column) * group + k % group;
+            if (format == Format::Float) {
+                ((uint16_t*)data)[at] = to_bfloat16(value);
+                continue;
+            }
+            const long whole = std::lrint(value * factor);
+            total += (int32_t)whole;
+            square += (double)whole * (double)whole;
+            if (format == Format::Int8)
+                ((int8_t*)data)[at] = (int8_t)whole;
+            else
+                ((int16_t*)data)[at] = (int16_t)whole;
+        }
+        if (format == Format::Float) continue;
+        scale[column] = peak > 0 ? peak / top : 0.0f;
+        offset[column] = format == Format::Int8 ? 128 * total : 0;
+        *norm = std::max(*norm, (float)std::sqrt(square));
+    }
+}
+
+}  // namespace minivllm

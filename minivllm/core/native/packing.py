@@ -1,0 +1,92 @@
+"""Weights as the C++ products take them."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.core.native.bindings import Linear
+from minivllm.core.native.workspace import Workspace
+
+PANEL = 32
+"""Columns a panel; packed matrices are filled up to whole panels."""
+
+_ROWS_AT_ONCE = 4096
+"""Rows of a weight that are turned to float32 at once."""
+
+
+class NumberFormat(enum.IntEnum):
+    """How weights and activations are multiplied; see `gemm.hpp`."""
+
+    FLOAT = 0
+    INT16 = 1
+    INT8 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A projection (N, K), packed. `description` points into the tensors that stand beside it."""
+
+    num_outputs: int
+    description: Linear
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+def pack(
+    library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, number_format: NumberFormat
+) -> PackedLinear:
+    """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None."""
+    num_outputs, depth = weight.shape
+    panels = -(-num_outputs // PANEL)
+    panel_bytes = library.minivllm_panel_bytes(number_format, depth)
+    data = torch.empty(panels * panel_bytes, dtype=torch.uint8)
+    scale = torch.zeros(panels * PANEL)
+    offset = torch.zeros(panels * PANEL, dtype=torch.int32)
+    norm = 0.0
+    for first in range(0, num_outputs, _ROWS_AT_ONCE):
+        rows = weight[first : first + _ROWS_AT_ONCE].float().contiguous()
+        panel = first // PANEL
+        pointers = (data[panel * panel_bytes :], scale[first:], offset[first:])
+        found = library.minivllm_pack(
+            number_format, rows.data_ptr(), rows.shape[0], depth, *(tensor.data_ptr() for tensor in pointers)
+        )
+        norm = max(norm, found)
+    padded_bias = None
+    if bias is not None:
+        padded_bias = torch.zeros(panels * PANEL)
+        padded_bias[:num_outputs] = bias
+    description = Linear(
+        data.data_ptr(),
+        scale.data_ptr(),
+        offset.data_ptr(),
+        padded_bias.data_ptr() if padded_bias is not None else None,
+        panels * PANEL,
+        depth,
+        norm,
+        number_format,
+    )
+    tensors = (data, scale, offset) + (() if padded_bias is None else (padded_bias,))
+    return PackedLinear(num_outputs, description, tensors)
+
+
+def apply(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, states: torch.Tensor) -> torch.Tensor:
+    """(R, K) to (R, N) in float32."""
+    states = states.float().contiguous()
+    output = torch.empty(states.shape[0], linear.num_outputs)
+    library.minivllm_linear(
+        workspace.handle(),
+        ctypes.byref(linear.description),
+        states.data_ptr(),
+        states.shape[0],
+        output.data_ptr(),
+        output.stride(0),
+        linear.num_outputs,
+    )
+    return output
