@@ -13,7 +13,10 @@ import pytest
 import yaml
 
 from minivllm.actors.config import AppArgs
+from minivllm.actors.messages import EngineSnapshot
+from minivllm.actors.prometheus import REJECTION_REASONS, render_prometheus
 from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.stats import EngineStats
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -71,3 +74,15 @@ def test_links_lead_somewhere() -> None:
     assert targets
     missing = [target for target in targets if not (ROOT / target).exists()]
     assert not missing
+
+
+def test_metrics_named_in_the_text_are_exported() -> None:
+    named = set(re.findall(r"`(minivllm_\w+)`", README))
+    exported = render_prometheus(EngineSnapshot(EngineStats()))
+    assert named
+    assert not [name for name in named if not re.search(rf"^{name}(?:\{{| )", exported, flags=re.MULTILINE)]
+
+
+def test_every_reason_for_a_refusal_is_explained() -> None:
+    section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(REJECTION_REASONS)

@@ -1,0 +1,36 @@
+"""ARCHITECTURE.md has a line for each module and each dependency, and for none that is gone."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def section(title: str) -> str:
+    return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_every_module_has_its_line() -> None:
+    package = ROOT / "minivllm"
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE)
+    told = set(re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE))
+    assert sorted(modules - told) == [], "not told of"
+    assert sorted(told - modules) == [], "told of, but gone"
+
+
+def test_every_dependency_says_why() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[><=]", line)[0] for line in project["dependencies"]}
+    rows = re.findall(r"^\| (`.*?) \|", section("Dependencies"), flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(.*?)`", row)} == names
+
+
+def test_files_named_in_the_text_exist() -> None:
+    names = set(re.findall(r"`([\w/]+\.(?:py|yaml|md|cpp))`", TEXT))
+    places = [ROOT, ROOT / "minivllm", ROOT / "minivllm/actors/openai", ROOT / "minivllm/core"]
+    assert not [name for name in names if not any((place / name).exists() for place in places)]
