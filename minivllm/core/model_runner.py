@@ -73,7 +73,6 @@ class ModelRunner:
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
         check_unproven(self)
-        self._num_scored: dict[str, int] = {}
         self.sampler = Sampler(self.vocab_size, self.eos_token_ids, tokenizer=self._load_tokenizer, seed=config.seed)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
@@ -88,7 +87,6 @@ class ModelRunner:
 
     def release(self, sequence: Sequence) -> None:
         """Lets go of everything held for a sequence."""
-        self._num_scored.pop(sequence.request_id, None)
         self.sampler.release(sequence)
 
     @torch.inference_mode()
@@ -180,14 +178,11 @@ class ModelRunner:
     def _score_prompt(
         self, hidden_states: torch.Tensor, first_row: int, scheduled: ScheduledSequence
     ) -> list[TokenLogprobs]:
-        """Log probabilities of the prompt tokens whose predecessors were computed in this step, each only once: what
-        is computed again after a preemption was reported before."""
+        """Log probabilities of the prompt tokens whose predecessors were computed in this step."""
         sequence = scheduled.sequence
-        first_predecessor = max(scheduled.start, self._num_scored.get(sequence.request_id, 0))
         last_predecessor = min(scheduled.end, sequence.num_prompt_tokens - 1)
         found: list[TokenLogprobs] = []
-        self._num_scored[sequence.request_id] = max(first_predecessor, last_predecessor)
-        for start in range(first_predecessor, last_predecessor, MAX_LOGIT_ROWS):
+        for start in range(scheduled.start, last_predecessor, MAX_LOGIT_ROWS):
             end = min(start + MAX_LOGIT_ROWS, last_predecessor)
             row = first_row + start - scheduled.start
             logits = self.model.head(hidden_states[row : row + end - start]).float()
