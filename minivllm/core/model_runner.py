@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from minivllm.core import memory
-from minivllm.core.attention import PagedContext, attention_context, choose_backend
+from minivllm.core.attention import choose_backend
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
+from minivllm.core.model_body import ModelBody, TransformersBody, choose_body
 from minivllm.core.model_input import ModelInput, PackedLayout
 from minivllm.core.model_loader import default_num_threads, load_model
 from minivllm.core.outputs import SampleResult, TokenLogprobs
@@ -72,7 +73,10 @@ class ModelRunner:
         )
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
+        self.body: ModelBody = TransformersBody(self.model, self.attention)
         check_unproven(self)
+        longest = min(self.max_model_len, self.kv_cache.num_tokens)
+        self.body = choose_body(config, self.model, self.attention, self.kv_cache, longest)
         self.sampler = Sampler(self.vocab_size, self.eos_token_ids, tokenizer=self._load_tokenizer, seed=config.seed)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
@@ -140,9 +144,7 @@ class ModelRunner:
 
     def forward(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size); K and V of the tokens are in the pool afterwards."""
-        self.attention.begin_step(model_input)
-        with attention_context(PagedContext(self.attention, model_input)):
-            return self.model.hidden_states(model_input.input_ids, model_input.positions)
+        return self.body.hidden_states(model_input)
 
     def _block_tables(self, sequences: SequenceOf[ScheduledSequence], ends: npt.NDArray[np.int64]) -> Any:
         """(S, max_blocks) int32: of each table what covers its context, then padding."""
@@ -173,7 +175,7 @@ class ModelRunner:
         if len(sampled) < len(hidden_states):
             rows = last_rows[[one.samples for one in sequences]]
             hidden_states = hidden_states[self._to_device(rows)]
-        return self.sampler.sample(self.model.head(hidden_states), [one.sequence for one in sampled])
+        return self.sampler.sample(self.body.logits(hidden_states), [one.sequence for one in sampled])
 
     def _score_prompt(
         self, hidden_states: torch.Tensor, first_row: int, scheduled: ScheduledSequence
@@ -185,7 +187,7 @@ class ModelRunner:
         for start in range(scheduled.start, last_predecessor, MAX_LOGIT_ROWS):
             end = min(start + MAX_LOGIT_ROWS, last_predecessor)
             row = first_row + start - scheduled.start
-            logits = self.model.head(hidden_states[row : row + end - start]).float()
+            logits = self.body.logits(hidden_states[row : row + end - start]).float()
             targets = sequence.prompt_token_ids[start + 1 : end + 1]
             counts = [sequence.sampling_params.prompt_logprobs or 0] * len(targets)
             found += token_logprobs(logits, targets, counts)

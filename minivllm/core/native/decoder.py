@@ -12,7 +12,7 @@ from minivllm.core.attention.base import AttentionLayer
 from minivllm.core.kv_cache import KVCachePool
 from minivllm.core.model_input import ModelInput
 from minivllm.core.native import bindings, library, why_not
-from minivllm.core.native.packing import NumberFormat, PackedLinear, apply, pack
+from minivllm.core.native.packing import NumberFormat, PackedLinear, pack
 from minivllm.core.native.steps import describe_step
 from minivllm.core.native.workspace import Workspace
 
@@ -54,7 +54,6 @@ class NativeDecoder:
         layers: what each layer asks of attention.
         kv_cache: the pool that steps are run on.
         number_format: of the products of the layers.
-        head_format: of the output projection.
         max_positions: longest context that will come.
     """
 
@@ -65,7 +64,6 @@ class NativeDecoder:
         kv_cache: KVCachePool,
         *,
         number_format: NumberFormat,
-        head_format: NumberFormat,
         max_positions: int,
     ) -> None:
         found = library()
@@ -78,7 +76,6 @@ class NativeDecoder:
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index, number_format)
-        self.head = self._pack(model.get_output_embeddings().weight, model.get_output_embeddings().bias, head_format)
         self._decoder = self._describe(model, layers[0], kv_cache, max_positions)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
@@ -94,10 +91,6 @@ class NativeDecoder:
             output.data_ptr(),
         )
         return output
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(R, hidden_size) to (R, vocab_size) float32, the bare projection."""
-        return apply(self._library, self._workspace, self.head, hidden_states)
 
     def _describe(
         self, model: Any, layer: AttentionLayer, kv_cache: KVCachePool, max_positions: int
