@@ -44,7 +44,9 @@ def check_unproven(runner: ModelRunner) -> None:
     difference = float((ours - theirs).norm() / theirs.norm())
     if not difference <= _TOLERANCE[model.dtype]:
         raise refuse(
-            model.name, model.model.config, f"something that paged attention lacks (its logits differ by {difference:.1%})"
+            model.name,
+            model.model.config,
+            f"something that paged attention lacks (its logits differ by {difference:.1%})",
         )
     logger.info(
         "%s: models of type %s are not among those that are tested in detail; compared with transformers on %d tokens, "
@@ -63,7 +65,7 @@ def _through_the_pool(runner: ModelRunner, texts: list[list[int]], blocks_each: 
     for index, text in enumerate(texts):
         table = list(range(index * blocks_each, (index + 1) * blocks_each))
         sequences.append(SimpleNamespace(block_table=table, token_ids=lambda start, end, text=text: text[start:end]))
-    rows = None
+    rows = []
     for chunk in _CHUNKS:
         scheduled: list[Any] = [
             SimpleNamespace(sequence=sequence, start=start, end=end)
@@ -71,8 +73,8 @@ def _through_the_pool(runner: ModelRunner, texts: list[list[int]], blocks_each: 
         ]
         model_input = runner.make_input(scheduled)
         last = torch.from_numpy(model_input.layout.query_starts[1:] - 1).to(runner.device)
-        rows = runner.forward(model_input)[last]
-    return runner.model.head(rows).float()
+        rows.append(runner.forward(model_input)[last])
+    return runner.model.head(rows[-1]).float()
 
 
 @torch.inference_mode()
@@ -80,7 +82,7 @@ def _whole(runner: ModelRunner, text: list[int]) -> torch.Tensor:
     model = runner.model.model
     model.set_attn_implementation("eager")
     try:
-        logits = model(input_ids=torch.tensor([text], device=runner.device), use_cache=False).logits
+        logits: torch.Tensor = model(input_ids=torch.tensor([text], device=runner.device), use_cache=False).logits
         return logits[0, -1].float()
     finally:
         model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,126 @@
+"""The default model in float32 against transformers' `generate`, token for token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from minivllm.core.config import DEFAULT_MODEL, EngineConfig
+from minivllm.core.engine import LLMEngine
+from minivllm.core.kv_cache import KVCachePool
+from minivllm.core.model_location import locate
+from minivllm.core.model_runner import ModelRunner
+from tests.engine.running import greedy
+
+NUM_PROMPTS = 32
+LONGEST_PROMPT = 700
+NEW_TOKENS = 48
+REFERENCE_BATCH = 8
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def make_prompts(vocab_size: int = 49152) -> list[list[int]]:
+    """Lengths from 1 to LONGEST_PROMPT, both included, in an order that mixes long and short."""
+    rng = random.Random(4)
+    lengths = [round(1 + (LONGEST_PROMPT - 1) * index / (NUM_PROMPTS - 1)) for index in range(NUM_PROMPTS)]
+    rng.shuffle(lengths)
+    return [[rng.randrange(100, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return make_prompts()
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    """What `generate` gives. Prompts of like length are padded to a batch, which alters nothing but rounding; so each
+    choice must be clearer than rounding, or the comparison would be one of noise."""
+    location = locate(DEFAULT_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(
+        location.path,
+        gguf_file=location.gguf_file,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    found: dict[int, list[int]] = {}
+    for first in range(0, len(order), REFERENCE_BATCH):
+        batch = order[first : first + REFERENCE_BATCH]
+        longest = max(len(prompts[index]) for index in batch)
+        rows = [[0] * (longest - len(prompts[index])) + prompts[index] for index in batch]
+        mask = [[0] * (longest - len(prompts[index])) + [1] * len(prompts[index]) for index in batch]
+        result = model.generate(
+            input_ids=torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            do_sample=False,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        for row, index in enumerate(batch):
+            found[index] = result.sequences[row, longest:].tolist()
+        best_two = torch.stack(result.logits).topk(2, dim=-1).values
+        assert float((best_two[..., 0] - best_two[..., 1]).min()) > 1e-3
+    return [found[index] for index in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner(EngineConfig(dtype="float32", device="cpu", cpu_kv_cache_bytes=2**30))
+
+
+def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:
+    """An engine with a pool of its own, poisoned, on the model that is loaded once."""
+    config = EngineConfig(dtype="float32", device="cpu", num_blocks=num_blocks, validate_blocks=True, watermark=0.0)
+    runner.kv_cache = KVCachePool(runner.kv_cache_spec, num_blocks, runner.device)
+    runner.kv_cache.poison()
+    runner.num_blocks = num_blocks
+    return LLMEngine(config, model_runner=runner)
+
+
+def run(engine: LLMEngine) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+    return tokens
+
+
+def test_one_request_at_a_time_gives_the_tokens_of_generate(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_on(runner, num_blocks=60)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        engine.add_request("only", prompt, greedy(NEW_TOKENS))
+        assert run(engine) == {"only": tokens}
+
+
+def test_all_requests_at_once_give_the_tokens_of_generate(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_on(runner, num_blocks=1000)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, greedy(NEW_TOKENS))
+    assert run(engine) == {str(index): tokens for index, tokens in enumerate(expected)}
+    assert engine.stats().preemptions_total == 0
+
+
+def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_of_generate(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_on(runner, num_blocks=90)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, greedy(NEW_TOKENS))
+    assert run(engine) == {str(index): tokens for index, tokens in enumerate(expected)}
+    assert engine.stats().preemptions_total > 0
+    assert engine.stats().rejections["no_free_blocks"] > 0
+    assert engine.block_manager.get_num_free_blocks() == 90
