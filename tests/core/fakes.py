@@ -233,7 +233,8 @@ class FakeRunner:
         require(not sequence.is_finished, f"{name} is finished and scheduled")
         require(0 <= start < end <= sequence.num_tokens, f"{name}: tokens {start}..{end} of {sequence.num_tokens}")
         require(start == sequence.cached_token_count, f"{name}: starts at {start}, {sequence.cached_token_count} cached")
-        require(scheduled.samples == (end == sequence.num_tokens), f"{name}: samples is {scheduled.samples}")
+        due = end == sequence.num_tokens and sequence.sampling_params.max_tokens != 0
+        require(scheduled.samples == due, f"{name}: samples is {scheduled.samples}")
         table = sequence.block_table
         needed = -(-end // self.block_size)
         require(len(table) == needed, f"{name}: table {table} for {end} tokens, which need {needed} blocks")
