@@ -15,6 +15,7 @@ import minivllm
 from minivllm.actors.channels import ChannelMessage, Channels
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.logs import show_logs
 from minivllm.actors.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.actors.publisher import SnapshotPublisher
 from minivllm.core.config import EngineConfig
@@ -67,7 +68,7 @@ class Engine:
         metrics: DeploymentHandle[Any] | None = None,
         build_engine: Callable[[EngineConfig], LLMEngine] = load_engine,
     ) -> None:
-        logging.getLogger("minivllm").setLevel(logging.INFO)
+        show_logs()
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         self._settings = settings
         self._metrics = metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from starlette.types import ASGIApp
 
 from minivllm.actors.config import AppArgs
 from minivllm.actors.engine_client import EngineClient
+from minivllm.actors.logs import show_logs
 from minivllm.actors.messages import EngineInfo, EngineSnapshot
 from minivllm.actors.openai.chat import Chat
 from minivllm.actors.openai.completions import Completion
@@ -47,7 +47,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, args: AppArgs, engine: DeploymentHandle[Any], metrics: DeploymentHandle[Any]
     ) -> None:
-        logging.getLogger("minivllm").setLevel(logging.INFO)
+        show_logs()
         tokenizer = await asyncio.to_thread(load_tokenizer, args)
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
