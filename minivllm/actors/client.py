@@ -52,15 +52,17 @@ class Client:
 
     def generate(self, prompt: Prompt, **fields: Any) -> Answer:
         """Completes a prompt, or each of several (then `choices` has prompts x n entries)."""
-        return self._whole("generate", prompt=prompt, **fields)
+        answer: Answer = self._whole("generate", prompt=prompt, **fields)
+        return answer
 
     def generate_stream(self, prompt: Prompt, **fields: Any) -> Generator[Answer, None, None]:
-        """The same as chunks. The request is sent with the first `next`, and cancelled when the iteration ends early."""
+        """The same as chunks. The request is sent by the first `next`, and cancelled when the iteration ends early."""
         return self._stream("generate_stream", prompt=prompt, **fields)
 
     def chat(self, messages: Messages, **fields: Any) -> Answer:
         """Answers a conversation."""
-        return self._whole("chat", messages=messages, **fields)
+        answer: Answer = self._whole("chat", messages=messages, **fields)
+        return answer
 
     def chat_stream(self, messages: Messages, **fields: Any) -> Generator[Answer, None, None]:
         """The same as chunks; see `generate_stream`."""

@@ -144,12 +144,14 @@ class EngineLoop:
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine failed, its thread ended, or a step takes longer than stall_timeout_s.
 
-        Looks at progress only: a long queue or a slow model is not a fault.
+        Looks at progress only: a long queue or a slow model is not a fault. An engine found stuck is given up: its
+        requests end with the error, even if the step should come back.
         """
-        self._raise_if_dead()
         busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > self.stall_timeout_s:
-            raise EngineDeadError(f"the engine has been in one step for over {self.stall_timeout_s:g} s")
+            self._is_stopping = True
+            self._on_death(EngineDeadError(f"the engine has been in one step for over {self.stall_timeout_s:g} s"))
+        self._raise_if_dead()
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
         self._inbox.put((partial(_abort, request_id, index), None))
@@ -193,7 +195,9 @@ class EngineLoop:
                 self._on_snapshot(self._make_snapshot())
 
     def _on_death(self, error: EngineDeadError) -> None:
-        """The thread has ended. Whatever still waits for it is told so."""
+        """The thread has ended, or is given up. Whatever still waits for it is told so."""
+        if self._death is not None:
+            return
         self._death = error
         while not self._inbox.empty():
             _, answer = self._inbox.get_nowait()
