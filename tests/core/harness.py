@@ -34,6 +34,7 @@ class Watched:
     expected_reason: FinishReason
     abort_asked: bool = False
     told_to_fail: bool = False
+    may_fail: bool = False
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -205,7 +206,8 @@ class WatchedEngine:
             require(watched.abort_asked, f"{watched.name} was aborted, which nobody asked for")
             require(not whole or watched.told_to_fail, f"{watched.name} was complete and is called aborted")
         else:
-            require(watched.told_to_fail or self.expects_death, f"{watched.name} failed: {output.error}")
+            excused = watched.told_to_fail or watched.may_fail or self.expects_death
+            require(excused, f"{watched.name} failed: {output.error}")
             require(output.error is not None, f"{watched.name} failed without an error")
         require((output.error is None) == (reason != FinishReason.ERROR), f"{watched.name}: {reason}, {output.error}")
         del self.live[watched.request_id, watched.index]
