@@ -76,6 +76,10 @@ class ErrorAnswer:
         }
 
 
+ENGINE_GONE = "the engine has failed or cannot be reached; it is being replaced, try again soon"
+"""In place of an EngineDeadError's own words, which quote the fault: they are in the engine's log."""
+
+
 def answer_for(error: BaseException) -> ErrorAnswer:
     """What tells a client of `error`. An unexpected one is logged with its traceback and becomes a bare 500."""
     if isinstance(error, EngineOverloadedError):
@@ -91,7 +95,8 @@ def answer_for(error: BaseException) -> ErrorAnswer:
         return _http_answer(error)
     for kind, status, error_type, code, headers in _TYPED:
         if isinstance(error, kind):
-            return ErrorAnswer(status, str(error), error_type, code=code, headers=dict(headers))
+            message = ENGINE_GONE if kind is EngineDeadError else str(error)
+            return ErrorAnswer(status, message, error_type, code=code, headers=dict(headers))
     logger.error("a request failed for a reason nobody foresaw", exc_info=error)
     return ErrorAnswer(500, "internal server error", "server_error", code="internal_error")
 
