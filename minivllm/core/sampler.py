@@ -71,7 +71,7 @@ class Sampler:
         self._prepared_count = 0
         self._states: dict[Sequence, RowState] = {}
         self._grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
-        self._workspace = Workspace()
+        self._raw, self._adjusted, self._weights = Workspace(), Workspace(), Workspace()
         self._mask_thread: ThreadPoolExecutor | None = None
         self._started_masks: GrammarMasks | None = None
         self._pending_masks: Future[GrammarMasks] | None = None
@@ -212,19 +212,21 @@ class Sampler:
     def _sample_rows(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
         """The general path. `logits` is (rows, vocab_size), and not changed."""
         states = [self._state_of(sequence) for sequence in sequences]
-        raw = logits.float()
+        raw = logits
+        if logits.dtype != torch.float32:
+            raw = self._raw.take(*logits.shape, logits.device).copy_(logits)
         maxima, best = block_argmax(raw)
         raw_is_finite = torch.isfinite(maxima).tolist()
         adjusted = raw
         if any(state.adjusts for state in states):
-            adjusted = raw.clone()
+            adjusted = self._adjusted.take(*raw.shape, raw.device).copy_(raw)
             self._adjust(adjusted, states)
             maxima, best = block_argmax(adjusted)
         chosen: list[int] = best.tolist()
-        drawing = [row for row, state in enumerate(states) if not state.is_greedy]
+        has_choice = torch.isfinite(maxima).tolist()
+        drawing = [row for row, state in enumerate(states) if has_choice[row] and not state.is_greedy]
         if drawing:
             self._draw(adjusted, maxima, drawing, states, chosen)
-        has_choice = torch.isfinite(maxima).tolist()
         logprobs = _logprobs(raw, states, chosen)
         return [
             SampleResult(error=_not_finite())
@@ -254,9 +256,9 @@ class Sampler:
         followed = [row for row, state in enumerate(states) if state.grammar is not None]
         if masks and followed:
             width = logits.shape[1]
-            allowed = np.stack([masks.allowed(states[row].sequence, width) for row in followed])
-            forbidden = torch.from_numpy(~allowed).to(logits.device)
-            logits[followed] = logits[followed].masked_fill_(forbidden, -torch.inf)
+            forbidden = ~np.stack([masks.allowed(states[row].sequence, width) for row in followed])
+            for row, mask in zip(followed, torch.from_numpy(forbidden).to(logits.device), strict=True):
+                logits[row].masked_fill_(mask, -torch.inf)
 
     def _draw(
         self,
@@ -278,7 +280,7 @@ class Sampler:
         if weighed:
             picked = _pick(logits, weighed)
             temperatures = [params[row].temperature for row in weighed]
-            weights, sums = weigh(picked, _pick(maxima, weighed), temperatures, self._workspace)
+            weights, sums = weigh(picked, _pick(maxima, weighed), temperatures, self._weights)
             totals[weighed] = sums.sum(-1).cpu().numpy()
             if whole:
                 count = len(whole)

@@ -110,11 +110,13 @@ def _least_of_first(logits: torch.Tensor, counts: Items[int]) -> Logits:
     width = logits.shape[1]
     num_blocks = width // BLOCK
     bounds = np.full(len(counts), -math.inf, dtype=np.float32)
-    if any(count <= num_blocks for count in counts):
+    if any(0 < count <= num_blocks for count in counts):
         blocks = logits[:, : num_blocks * BLOCK].unflatten(1, (num_blocks, BLOCK))
         maxima = np.sort(blocks.amax(dim=-1).cpu().numpy(), axis=-1)
     for row, count in enumerate(counts):
-        if count <= num_blocks:
+        if count == 0:
+            bounds[row] = math.inf
+        elif count <= num_blocks:
             bounds[row] = maxima[row, num_blocks - count]
         elif count < width:
             bounds[row] = np.partition(logits[row].cpu().numpy(), width - count)[width - count]
