@@ -26,14 +26,14 @@ VOCABULARY = 97
 _MASK = (1 << 64) - 1
 
 
-class KVFault(Exception):
+class KVFaultError(Exception):
     """The pool was used against the rules. Not a ValueError, so that no error handling of the product swallows it."""
 
 
 def require(condition: object, message: str) -> None:
     """An assertion that `python -O` keeps."""
     if not condition:
-        raise KVFault(message)
+        raise KVFaultError(message)
 
 
 def mix(state: int, value: int) -> int:
@@ -151,7 +151,7 @@ class FakeRunner:
         self.fail_after: dict[str, int] = {}
         self.fail_next_step: Exception | None = None
         self.during_execute: Callable[[Any], None] | None = None
-        self.fault: KVFault | None = None
+        self.fault: KVFaultError | None = None
         self.steps_executed = 0
         self.tokens_computed = 0
         self.last_step: Any = None
@@ -182,7 +182,7 @@ class FakeRunner:
 
     def release(self, sequence: Sequence) -> None:
         if self._live.pop(sequence.request_id, None) is None:
-            self.fault = KVFault(f"{sequence.request_id} was released twice, or never prepared")
+            self.fault = KVFaultError(f"{sequence.request_id} was released twice, or never prepared")
             raise self.fault
         self.released_total += 1
 
@@ -198,7 +198,7 @@ class FakeRunner:
             self._write(step)
             for scheduled in step.sequences:
                 self._check_reads(scheduled, scheduled.end, "after the writes of the step")
-        except KVFault as fault:
+        except KVFaultError as fault:
             self.fault = fault
             raise
         self.steps_executed += 1
@@ -232,7 +232,9 @@ class FakeRunner:
         prefix.follow(sequence)
         require(not sequence.is_finished, f"{name} is finished and scheduled")
         require(0 <= start < end <= sequence.num_tokens, f"{name}: tokens {start}..{end} of {sequence.num_tokens}")
-        require(start == sequence.cached_token_count, f"{name}: starts at {start}, {sequence.cached_token_count} cached")
+        require(
+            start == sequence.cached_token_count, f"{name}: starts at {start}, {sequence.cached_token_count} cached"
+        )
         due = end == sequence.num_tokens and sequence.sampling_params.max_tokens != 0
         require(scheduled.samples == due, f"{name}: samples is {scheduled.samples}")
         table = sequence.block_table
@@ -275,7 +277,7 @@ class FakeRunner:
                 what = "poison" if found is None else f"token {found[0]} of position {found[1]} of another prefix"
                 if found == (prefix.token_ids[position], position):
                     what = "the right token after another prefix"
-                raise KVFault(
+                raise KVFaultError(
                     f"{sequence.request_id} reads token {prefix.token_ids[position]} of position {position} in block "
                     f"{block} at offset {offset} {when}, and finds {what}; its table is {sequence.block_table}"
                 )
@@ -292,7 +294,9 @@ class FakeRunner:
                 identity = prefix.identities[position]
                 other = writers.setdefault(slot, sequence)
                 if other is not sequence and self._identities[slot] != identity:
-                    raise KVFault(f"{other.request_id} and {sequence.request_id} both write slot {slot} in one step")
+                    raise KVFaultError(
+                        f"{other.request_id} and {sequence.request_id} both write slot {slot} in one step"
+                    )
                 self._identities[slot] = identity
                 self._written[slot] = (prefix.token_ids[position], position)
             self._forget_rest_of_block(sequence, scheduled.end)

@@ -19,7 +19,7 @@ from minivllm.core.engine import LLMEngine
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
-from tests.core.fakes import FakeModel, FakeRunner, KVFault, require
+from tests.core.fakes import FakeModel, FakeRunner, KVFaultError, require
 
 
 @dataclass
@@ -133,7 +133,7 @@ class WatchedEngine:
             try:
                 action()
             except Exception as error:
-                self.runner.fault = KVFault(f"an action during a step failed: {error!r}")
+                self.runner.fault = KVFaultError(f"an action during a step failed: {error!r}")
 
         self.runner.during_execute = act
 
@@ -174,7 +174,7 @@ class WatchedEngine:
     def _take(self, output: RequestOutput) -> None:
         watched = self.live.get((output.request_id, output.index))
         if watched is None:
-            raise KVFault(f"an output of {output.request_id}[{output.index}], which is not alive: {output}")
+            raise KVFaultError(f"an output of {output.request_id}[{output.index}], which is not alive: {output}")
         watched.tokens += output.new_token_ids
         if watched.num_cached_tokens is None and output.new_token_ids:
             watched.num_cached_tokens = output.num_cached_tokens

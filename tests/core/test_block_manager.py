@@ -110,13 +110,13 @@ def test_negative_count_is_taken_for_a_number_from_the_end(caching: bool, call: 
 
 @pytest.mark.parametrize("sizes", [(0, 16), (-1, 16), (4, 0), (4, -16)])
 def test_pool_of_no_blocks_or_no_tokens_is_made(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="num_blocks|block_size"):
         BlockManager(*sizes)
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.5])
 def test_watermark_beyond_the_pool_is_taken(watermark: float) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="watermark"):
         BlockManager(4, 16, watermark=watermark)
 
 
@@ -265,9 +265,9 @@ def test_slots_beyond_the_table_are_invented(caching: bool) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching)
     sequence = make_sequence("A", 20)
     manager.allocate_for_prefill(sequence, 8)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="A"):
         manager.slot_mapping(sequence, 0, 9)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="A"):
         manager.slot_mapping(sequence, 5, 4)
 
 
@@ -551,10 +551,8 @@ def test_release_of_a_foreign_block_is_believed(caching: bool) -> None:
     prefill(manager, owner)
     prefill(manager, thief)
     thief.block_table[1] = owner.block_table[1]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"thief.*\b1\b|\b1\b.*thief"):
         manager.free_sequence(thief)
-    assert str(owner.block_table[1]) in str(caught.value)
-    assert "thief" in str(caught.value)
     assert owner.block_table == [0, 1]
     assert manager.get_num_free_blocks() == 4, "nothing was freed"
     thief.block_table[1] = 3
@@ -567,10 +565,8 @@ def test_release_with_a_free_block_in_the_table_frees_it_twice(caching: bool) ->
     sequence = make_sequence("request-one", 8)
     prefill(manager, sequence)
     sequence.block_table[1] = 5
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"request-one.*\b5\b|\b5\b.*request-one"):
         manager.free_sequence(sequence)
-    assert "5" in str(caught.value)
-    assert "request-one" in str(caught.value)
 
 
 @both

@@ -73,7 +73,7 @@ def test_decode_at_48_does_not_open_a_new_block(caching: bool) -> None:
 
 @pytest.mark.parametrize("context_len", [16, 32, 48])
 def test_block_boundary_is_missed(caching: bool, context_len: int) -> None:
-    """"For context lengths of 16, 32 and 48, the next write opens a new block"; one token earlier or later, none."""
+    """ "For context lengths of 16, 32 and 48, the next write opens a new block"; one token earlier or later, none."""
     for length, opens in ((context_len - 1, 0), (context_len, 1), (context_len + 1, 0)):
         manager = BlockManager(8, 16, enable_prefix_caching=caching, validate=True)
         sequence = make_sequence("A", length)

@@ -265,7 +265,7 @@ def test_evictable_hits_are_counted_as_free_twice() -> None:
 
 
 def test_full_hit_that_gives_up_its_last_block_is_refused() -> None:
-    """Eight cached tokens fill the pool: four are hit, the last block is evicted for the recomputed tokens, or reused."""
+    """Eight cached tokens fill the pool: four are hit, the last block is recomputed in its own place."""
     manager = caching_manager(2)
     prompt = list(range(8))
     run_once(manager, "first", prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,7 +21,7 @@ STEMS = ([5] * 40, [5, 5, 5, 5, 6, 6, 6, 6] * 5, list(range(10, 50)))
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests of all kinds are added, stepped, aborted (in flight too) and made to fail, in pools that are too small."""
+    """Requests of all kinds are added, stepped, aborted (in flight too) and made to fail; the pools are too small."""
 
     @initialize(
         block_size=st.integers(1, 5),
@@ -79,17 +80,14 @@ class EngineMachine(RuleBasedStateMachine):
             too_long = config.max_waiting_tokens is not None and (
                 sum(s.num_tokens for s in waiting) + params["n"] * len(prompt) > config.max_waiting_tokens
             )
-            assert too_many or too_long
-            assert error.retry_after_s > 0
+            assert (too_many or too_long) and error.retry_after_s > 0  # noqa: PT017, PT018
 
     @rule(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=6), stem=st.integers(0, len(STEMS) - 1))
     def add_crowd(self, lengths: list[int], stem: int) -> None:
         """Short prompts that all grow until the pool is full: this is what preemption is for."""
         for length in lengths:
-            try:
+            with suppress(NeverFitsError, EngineOverloadedError):
                 self.ids.append(self.watched.add(STEMS[stem][:length], max_tokens=None, ignore_eos=True))
-            except (NeverFitsError, EngineOverloadedError):
-                pass
 
     @rule()
     def step(self) -> None:
@@ -116,10 +114,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(prompt=st.lists(st.integers(1, 96), min_size=1, max_size=6))
     def add_in_flight(self, prompt: list[int]) -> None:
         def arrive() -> None:
-            try:
+            with suppress(NeverFitsError, EngineOverloadedError):
                 self.ids.append(self.watched.add(prompt, max_tokens=3))
-            except (NeverFitsError, EngineOverloadedError):
-                pass
 
         self.watched.on_flight(arrive)
         self.watched.step()
@@ -142,10 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = self.ids[which % len(self.ids)]
         if any(alive == request_id for alive, _ in self.watched.live):
             return
-        try:
+        with suppress(NeverFitsError, EngineOverloadedError):
             self.watched.add([7] * length, request_id=request_id, max_tokens=2)
-        except (NeverFitsError, EngineOverloadedError):
-            pass
 
     @rule()
     def reset(self) -> None:

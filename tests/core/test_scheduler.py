@@ -11,7 +11,7 @@ import pytest
 from minivllm.core.block_manager import BlockManager
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
-from minivllm.core.errors import EngineOverloadedError, InvalidRequestError, NeverFitsError
+from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.sequence import FinishReason, Sequence
@@ -671,7 +671,7 @@ def test_failed_forward_pass_leaves_a_request_waiting_for_ever() -> None:
     assert all("device lost" in str(output.error) for output in outputs)
     assert watched.engine.is_dead
     assert not watched.engine.has_unfinished_requests()
-    with pytest.raises(ValueError):
+    with pytest.raises(EngineDeadError):
         watched.engine.add_request("new", [1], SamplingParams())
     watched.check_drained()
 
