@@ -214,12 +214,12 @@ class Sampler:
         states = [self._state_of(sequence) for sequence in sequences]
         raw = logits
         if logits.dtype != torch.float32:
-            raw = self._raw.take(*logits.shape, logits.device).copy_(logits)
+            raw = self._raw.take(len(states), logits.shape[1], logits.device).copy_(logits)
         maxima, best = block_argmax(raw)
         raw_is_finite = torch.isfinite(maxima).tolist()
         adjusted = raw
         if any(state.adjusts for state in states):
-            adjusted = self._adjusted.take(*raw.shape, raw.device).copy_(raw)
+            adjusted = self._adjusted.take(len(states), raw.shape[1], raw.device).copy_(raw)
             self._adjust(adjusted, states)
             maxima, best = block_argmax(adjusted)
         chosen: list[int] = best.tolist()

@@ -44,7 +44,11 @@ class Tokenizer:
         self._make_decoder = choose_decoder(text)
         self._tokens: dict[int, str] = {place: token for token, place in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
-        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._added = {token_id: str(token.content) for token_id, token in added.items()}
+        if self._backend is not None:
+            # Decoders see added tokens as the normalizer spells them, not as they were added.
+            for token_id in self._added:
+                self._tokens[token_id] = str(self._backend.id_to_token(token_id))
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self.vocab_size = max(self._tokens, default=-1) + 1
         if not self._decodes_alike():
@@ -120,8 +124,8 @@ class Tokenizer:
         token = self._tokens.get(token_id)
         if token is None:
             return b""
-        if token_id in self._added:
-            return str(self._added[token_id]).encode("utf-8")
+        if token_id in self._added and (self._is_byte_level or token_id in self._special):
+            return self._added[token_id].encode("utf-8")
         if self._is_byte_level:
             return byte_level_bytes(token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
