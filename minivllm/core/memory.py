@@ -93,11 +93,11 @@ def run_worst_steps(runner: ModelRunner) -> None:
     sequences = [Sequence(f"memory-{row}", [0], params) for row in range(rows)]
     try:
         for sequence in sequences:
-            runner.prepare(sequence)
-        runner.sampler.sample(runner.model.head(hidden_states), sequences)
+            runner.sampler.prepare(sequence)
+        runner.sampler.sample(runner.body.logits(hidden_states), sequences)
     finally:
         for sequence in sequences:
-            runner.release(sequence)
+            runner.sampler.release(sequence)
 
 
 def _input_of(pool: KVCachePool, query_lens: list[int], context_lens: list[int]) -> ModelInput:

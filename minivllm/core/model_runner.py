@@ -13,6 +13,7 @@ import torch
 
 from minivllm.core import memory
 from minivllm.core.attention import choose_backend
+from minivllm.core.block_table_rows import BlockTableRows
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
 from minivllm.core.model_body import ModelBody, TransformersBody, choose_body
@@ -71,13 +72,15 @@ class ModelRunner:
             block_size=config.block_size,
             dtype=self.model.dtype,
         )
+        self.sampler = Sampler(self.vocab_size, self.eos_token_ids, tokenizer=self._load_tokenizer, seed=config.seed)
+        self.body: ModelBody = TransformersBody(self.model, self.attention)
+        # Body and sampler stand before: to count the blocks, a GPU runs a step.
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
-        self.body: ModelBody = TransformersBody(self.model, self.attention)
+        self._block_table_rows = BlockTableRows(config.block_size, self.kv_cache.padding_block_id)
         check_unproven(self)
         longest = min(self.max_model_len, self.kv_cache.num_tokens)
         self.body = choose_body(config, self.model, self.attention, self.kv_cache, longest)
-        self.sampler = Sampler(self.vocab_size, self.eos_token_ids, tokenizer=self._load_tokenizer, seed=config.seed)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
@@ -91,6 +94,7 @@ class ModelRunner:
 
     def release(self, sequence: Sequence) -> None:
         """Lets go of everything held for a sequence."""
+        self._block_table_rows.release(sequence)
         self.sampler.release(sequence)
 
     @torch.inference_mode()
@@ -127,7 +131,7 @@ class ModelRunner:
         for one in sequences:
             token_ids += one.sequence.token_ids(one.start, one.end)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], query_lens)
-        tables = self._block_tables(sequences, ends)
+        tables = self._block_table_rows.tables(sequences)
         of_sequence = np.repeat(np.arange(len(sequences)), query_lens)
         block_size = self.config.block_size
         slots = tables[of_sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
@@ -145,14 +149,6 @@ class ModelRunner:
     def forward(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size); K and V of the tokens are in the pool afterwards."""
         return self.body.hidden_states(model_input)
-
-    def _block_tables(self, sequences: SequenceOf[ScheduledSequence], ends: npt.NDArray[np.int64]) -> Any:
-        """(S, max_blocks) int32: of each table what covers its context, then padding."""
-        num_blocks = -(-ends // self.config.block_size)
-        tables = np.full((len(sequences), int(num_blocks.max())), self.kv_cache.padding_block_id, dtype=np.int32)
-        for row, (one, count) in enumerate(zip(sequences, num_blocks.tolist(), strict=True)):
-            tables[row, :count] = one.sequence.block_table[:count]
-        return tables
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

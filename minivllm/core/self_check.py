@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from minivllm.core.architecture import PROVEN_MODEL_TYPES, refuse
 from minivllm.core.attention import ATTENTION_NAME
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.scheduler import ScheduledSequence
+from minivllm.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -61,20 +63,22 @@ def check_unproven(runner: ModelRunner) -> None:
 @torch.inference_mode()
 def _through_the_pool(runner: ModelRunner, texts: list[list[int]], blocks_each: int) -> torch.Tensor:
     """Logits (2, vocab_size) of the last tokens."""
-    sequences = []
-    for index, text in enumerate(texts):
-        table = list(range(index * blocks_each, (index + 1) * blocks_each))
-        sequences.append(SimpleNamespace(block_table=table, token_ids=lambda start, end, text=text: text[start:end]))
+    params = SamplingParams(max_tokens=1)
+    sequences = [Sequence(f"self-check-{index}", text, params) for index, text in enumerate(texts)]
+    for index, sequence in enumerate(sequences):
+        sequence.block_table = list(range(index * blocks_each, (index + 1) * blocks_each))
     rows = []
     for chunk in _CHUNKS:
-        scheduled: list[Any] = [
-            SimpleNamespace(sequence=sequence, start=start, end=end)
+        scheduled = [
+            ScheduledSequence(sequence, start, end, samples=False)
             for sequence, (start, end) in zip(sequences, chunk, strict=True)
         ]
         model_input = runner.make_input(scheduled)
         last = torch.from_numpy(model_input.layout.query_starts[1:] - 1).to(runner.device)
         rows.append(runner.forward(model_input)[last])
-    return runner.model.head(rows[-1]).float()
+    for sequence in sequences:
+        runner.release(sequence)
+    return runner.body.logits(rows[-1]).float()
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
+from minivllm.core.model_input import ModelInput
 from minivllm.core.model_loader import choose_device, choose_dtype, load_model
 from minivllm.core.model_runner import ModelRunner
 from tests.engine.tiny_models import TINY, save_tiny
@@ -178,26 +179,33 @@ def test_the_worst_steps_that_size_a_gpu_pool_leave_nothing_behind(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run on any device, so the arithmetic around them can be checked without a GPU."""
-    runner = ModelRunner(config_for(llama, num_blocks=4, max_num_seqs=6, max_num_batched_tokens=50))
     tokens_seen = []
-    forward = runner.forward
-    monkeypatch.setattr(
-        runner, "forward", lambda model_input: tokens_seen.append(len(model_input.positions)) or forward(model_input)
-    )
+    forward = ModelRunner.forward
+
+    def watched(runner: ModelRunner, model_input: ModelInput) -> torch.Tensor:
+        tokens_seen.append(len(model_input.positions))
+        return forward(runner, model_input)
+
+    monkeypatch.setattr(ModelRunner, "forward", watched)
+    monkeypatch.setattr(ModelRunner, "_count_blocks", lambda runner: memory.blocks_on_cuda(runner, 0.5))
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * gib)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_size=8, block_size=4, dtype=torch.float32)
+    left = 1000 * spec.block_bytes
+    # Half of the device is ours, three GiB of it are the peak, and one is held by somebody else.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * gib, 10 * gib))
-    blocks = memory.blocks_on_cuda(runner, 0.9)
-    # Nine GiB are ours, three of them the peak, and one is held by somebody else.
-    assert blocks == 5 * gib // runner.kv_cache_spec.block_bytes - 1
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib - left)
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50}
+    runner = ModelRunner(config_for(llama, **settings))
+    assert runner.num_blocks == 999
     assert tokens_seen == [50, 6]
     assert not runner.sampler._states
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
     with pytest.raises(ModelLoadError, match="gpu_memory_utilization"):
-        memory.blocks_on_cuda(runner, 0.4)
+        ModelRunner(config_for(llama, **settings))
 
 
 def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:

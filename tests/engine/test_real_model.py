@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.engine import LLMEngine
-from minivllm.core.kv_cache import KVCachePool
 from minivllm.core.model_location import locate
 from minivllm.core.model_runner import ModelRunner
 from tests.engine.running import greedy
@@ -74,13 +73,12 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(EngineConfig(dtype="float32", device="cpu", cpu_kv_cache_bytes=2**30))
+    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=1000))
 
 
 def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:
-    """An engine with a pool of its own, poisoned, on the model that is loaded once."""
+    """An engine of its own on the model that is loaded once, with the first blocks of a pool full of NaN."""
     config = EngineConfig(dtype="float32", device="cpu", num_blocks=num_blocks, validate_blocks=True, watermark=0.0)
-    runner.kv_cache = KVCachePool(runner.kv_cache_spec, num_blocks, runner.device)
     runner.kv_cache.poison()
     runner.num_blocks = num_blocks
     return LLMEngine(config, model_runner=runner)
