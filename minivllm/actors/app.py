@@ -36,6 +36,9 @@ REPLICA_ENV_VARS = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024**2),
 }
 
+HEALTH_CHECK_PERIOD_S = 1
+"""A failed engine refuses everything until it is replaced, so look often. Serve wants three failures in a row."""
+
 WITHOUT_ACCESS_LOG = {"enable_access_log": False}
 """For the deployments that only we call, several times a second."""
 
@@ -53,7 +56,7 @@ def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] 
     application: Application = ingress.options(
         num_replicas=args.num_ingress_replicas,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=5,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.2,
         ray_actor_options=_actor_options(num_cpus=0.1),
@@ -66,7 +69,7 @@ def _bind_metrics(args: AppArgs) -> Application:
         Metrics,
         name="Metrics",
         max_ongoing_requests=1000,
-        health_check_period_s=5,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=2,
         graceful_shutdown_wait_loop_s=0.1,
         logging_config=WITHOUT_ACCESS_LOG,
@@ -85,8 +88,7 @@ def _bind_engine(
         name="Engine",
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        # A failed engine refuses everything until it is replaced, so look often; three failures in a row count.
-        health_check_period_s=1,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.2,

@@ -33,7 +33,8 @@ def in_engine(app: str) -> Load:
 
 
 def in_metrics(app: str) -> Load:
-    return _of(serve.get_deployment_handle("Metrics", app).current.remote().result(timeout_s=30).stats)
+    snapshot = serve.get_deployment_handle("Metrics", app).current.remote().result(timeout_s=30)
+    return Load(-1, -1, -1, -1) if snapshot is None else _of(snapshot.stats)
 
 
 def over_http(base_url: str) -> Load:

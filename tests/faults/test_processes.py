@@ -1,0 +1,192 @@
+"""What happens when a process of the application dies, hangs or fails: all that waits is told, and service resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from minivllm.actors.app import bind_app
+from minivllm.actors.client import Client
+from minivllm.actors.config import AppArgs
+from minivllm.core.errors import EngineDeadError
+from tests.actors.idle import read_metrics, wait_for_no_load
+from tests.conftest import RayCluster
+from tests.faults.conftest import Broken
+from tests.faults.faulty_engine import FAIL, HANG, fail_to_build
+from tests.processes import kill, replica_pid, wait_until
+
+STREAMS = 12
+
+
+def body(broken: Broken, prompt: Any = "Hello", **fields: Any) -> dict[str, Any]:
+    return {"model": broken.model, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
+
+
+async def read_stream(client: httpx.AsyncClient, broken: Broken, started: asyncio.Semaphore) -> str:
+    async with client.stream("POST", f"{broken.base_url}/v1/completions", json=body(broken, stream=True)) as response:
+        text = ""
+        async for part in response.aiter_text():
+            if not text:
+                started.release()
+            text += part
+        return text
+
+
+async def streams_through(broken: Broken, disaster: Any) -> list[str | BaseException]:
+    """Starts streams, lets the disaster happen once all have begun, and returns what came of each."""
+    started = asyncio.Semaphore(0)
+    async with httpx.AsyncClient(timeout=60) as client:
+        tasks = [asyncio.create_task(read_stream(client, broken, started)) for _ in range(STREAMS)]
+        for _ in tasks:
+            await started.acquire()
+        await asyncio.to_thread(disaster)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def assert_ended_with_an_error(results: list[str | BaseException]) -> None:
+    for text in results:
+        assert isinstance(text, str), text
+        assert '"error"' in text
+        assert text.rstrip().endswith("data: [DONE]")
+
+
+def assert_serves(broken: Broken) -> None:
+    def answers() -> bool:
+        reply = httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=5), timeout=60)
+        return reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 5
+
+    wait_until(answers, "requests are answered")
+    assert httpx.get(f"{broken.base_url}/health", timeout=60).status_code == 200
+    wait_for_no_load(broken.app, broken.base_url)
+
+
+def test_a_killed_engine_ends_its_streams_and_is_replaced(broken: Broken) -> None:
+    old = broken.info().engine_id
+    results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Engine"))))
+    assert_ended_with_an_error(results)
+    broken.wait_for_another_engine(old)
+    assert_serves(broken)
+
+
+def test_a_killed_engine_fails_handle_calls_with_our_error(broken: Broken) -> None:
+    old = broken.info().engine_id
+    stream = Client(broken.app).generate_stream("Hello", max_tokens=2000, ignore_eos=True)
+    next(stream)
+    kill(replica_pid(broken.app, "Engine"))
+    with pytest.raises(EngineDeadError):
+        list(stream)
+    broken.wait_for_another_engine(old)
+    assert_serves(broken)
+
+
+def test_a_failed_forward_pass_fails_all_at_once_and_the_replica_is_replaced(broken: Broken) -> None:
+    old = broken.info().engine_id
+
+    def fail() -> None:
+        reply = httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, [1, FAIL]), timeout=60)
+        assert reply.status_code >= 500
+        assert "fell off the bus" not in reply.text
+        assert reply.json()["error"]["message"]
+
+    assert_ended_with_an_error(asyncio.run(streams_through(broken, fail)))
+    broken.wait_for_another_engine(old)
+    assert_serves(broken)
+
+
+def test_a_dead_engine_is_unhealthy_and_refuses_at_once(broken: Broken) -> None:
+    old = broken.info().engine_id
+    httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, [1, FAIL]), timeout=60)
+    assert httpx.get(f"{broken.base_url}/health", timeout=60).status_code == 503
+    assert httpx.post(f"{broken.base_url}/v1/completions", json=body(broken), timeout=60).status_code == 503
+    assert read_metrics(broken.base_url)["minivllm_engine_up"] == 0
+    broken.wait_for_another_engine(old)
+    assert_serves(broken)
+
+
+def test_a_hanging_forward_pass_is_noticed_and_the_replica_replaced(broken: Broken) -> None:
+    old = broken.info().engine_id
+
+    def hang() -> None:
+        reply = httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, [1, HANG]), timeout=60)
+        assert reply.status_code >= 500
+
+    assert_ended_with_an_error(asyncio.run(streams_through(broken, hang)))
+    broken.wait_for_another_engine(old)
+    assert_serves(broken)
+
+
+def test_a_killed_ingress_leaves_nothing_running_in_the_engine(broken: Broken) -> None:
+    aborted = broken.stats().stats.finished.get("abort", 0)
+    results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Ingress"))))
+    assert len(results) == STREAMS
+    wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 10)
+    assert broken.stats().stats.finished["abort"] == aborted + STREAMS
+    assert_serves(broken)
+
+
+def test_killed_metrics_lose_no_totals(broken: Broken) -> None:
+    for _ in range(3):
+        httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=30), timeout=60)
+    assert httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, [5] * 5000), timeout=60).status_code == 400
+    wait_for_no_load(broken.app, broken.base_url)
+    before = broken.metrics().current.remote().result(timeout_s=30).stats
+    assert before.generated_tokens_total >= 90
+    old = replica_pid(broken.app, "Metrics")
+    kill(old)
+    started = time.time()
+
+    def is_back() -> bool:
+        try:
+            current = broken.metrics().current.remote().result(timeout_s=30)
+        except Exception:
+            return False
+        return current is not None and current.time > started and replica_pid(broken.app, "Metrics") != old
+
+    wait_until(is_back, "the new metrics actor knows the engine")
+    after = broken.metrics().current.remote().result(timeout_s=30).stats
+    assert after == before
+    assert_serves(broken)
+
+
+def test_the_engine_does_not_wait_for_dead_metrics(broken: Broken) -> None:
+    kill(replica_pid(broken.app, "Metrics"))
+    before = broken.stats().stats.steps_total
+    reply = httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=50), timeout=60)
+    assert reply.status_code == 200
+    assert broken.stats().stats.steps_total >= before + 50
+    assert_serves(broken)
+
+
+def test_changed_settings_reach_the_engine_and_restart_nothing(broken: Broken) -> None:
+    old = broken.info().engine_id
+    engine = broken.engine()
+    engine.reconfigure.remote({"max_waiting_requests": 1}).result(timeout_s=30)
+
+    async def flood() -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            replies = await asyncio.gather(
+                *(
+                    client.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=20, n=8))
+                    for _ in range(40)
+                )
+            )
+            return [reply.status_code for reply in replies]
+
+    codes = asyncio.run(flood())
+    assert set(codes) == {200, 429}
+    engine.reconfigure.remote({"max_waiting_requests": 2048}).result(timeout_s=30)
+    assert broken.info().engine_id == old
+    assert_serves(broken)
+
+
+def test_a_model_that_cannot_be_loaded_is_named(ray_cluster: RayCluster) -> None:
+    with pytest.raises(RuntimeError):
+        serve.run(bind_app(AppArgs(), fail_to_build), name="nowhere", route_prefix="/nowhere")
+    message = serve.status().applications["nowhere"].deployments["Engine"].message
+    assert "no model 'nowhere'" in message
+    serve.delete("nowhere")
