@@ -32,5 +32,6 @@ def test_every_dependency_says_why() -> None:
 
 def test_files_named_in_the_text_exist() -> None:
     names = set(re.findall(r"`([\w/]+\.(?:py|yaml|md|cpp))`", TEXT))
-    places = [ROOT, ROOT / "minivllm", ROOT / "minivllm/actors/openai", ROOT / "minivllm/core"]
+    package = ROOT / "minivllm"
+    places = [ROOT, package, *(path for path in package.rglob("*") if path.is_dir())]
     assert not [name for name in names if not any((place / name).exists() for place in places)]
