@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.sampling_params import StructuredOutput
@@ -26,6 +26,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 JSON_WHITESPACE = r" |\n {0,16}"
 """What may stand between the parts of a JSON answer. JSON itself allows any amount, which weak models never end."""
+
+MAX_REGEX_LENGTH = 4096
+"""Characters of a regular expression. The time to compile one can grow with the square of its length."""
+
+MAX_GRAMMAR_LENGTH = 256 * 1024
+"""Characters of a schema, a grammar or a list of choices."""
 
 _KEPT_GRAMMARS = 64
 _PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
@@ -144,11 +150,15 @@ class GrammarCompiler:
             if isinstance(error, InvalidRequestError):
                 raise
             raise _refusal(structured_output, param, str(error)) from error
-        if matcher.is_error():
-            raise _refusal(structured_output, param, matcher.get_error())
-        if matcher.is_stopped() and not matcher.is_accepting():
-            raise _refusal(structured_output, param, "no text satisfies it")
-        return matcher
+        if not matcher.is_error():
+            # Some faults show only with the first mask: that nothing can be matched, or only at too great a cost.
+            probe = matcher.deep_copy()
+            probe.compute_bitmask()
+            if not probe.is_error() and not (probe.is_stopped() and not probe.is_accepting()):
+                return matcher
+            matcher = probe
+        reason = matcher.get_error()
+        raise _refusal(structured_output, param, "no text satisfies it" if "NoExtension" in reason else reason)
 
     def _load(self) -> LLTokenizer:
         if self._vocabulary is None:
@@ -201,6 +211,8 @@ def _limits() -> LLParserLimits:
 def _grammar_text(structured_output: StructuredOutput) -> str:
     """llguidance's form of the grammar. Raises ValueError for what is not even well formed."""
     value = structured_output.value
+    if len(value) > MAX_GRAMMAR_LENGTH:
+        raise ValueError(f"it is longer than {MAX_GRAMMAR_LENGTH} characters")
     match structured_output.kind:
         case "json_object":
             return _json_grammar({"type": "object"})
@@ -210,13 +222,33 @@ def _grammar_text(structured_output: StructuredOutput) -> str:
                 schema = {}
             if not isinstance(schema, dict):
                 raise ValueError("a JSON schema must be an object")
+            for pattern in _patterns(schema):
+                _check_regex(pattern)
             return _json_grammar(schema)
         case "regex":
-            return str(LLMatcher.grammar_from_regex(value))
+            _check_regex(value)
+            # \d as [0-9]: "any digit of Unicode" is hardly what is meant, and not what JavaScript's does.
+            return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, 'd')}/"))
         case "choice":
             return str(LLMatcher.grammar_from_lark(_choice_grammar(value)))
         case "grammar":
             return str(LLMatcher.grammar_from_lark(value))
+
+
+def _check_regex(pattern: str) -> None:
+    if len(pattern) > MAX_REGEX_LENGTH:
+        raise ValueError(f"a regular expression is longer than {MAX_REGEX_LENGTH} characters")
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """All regular expressions in a schema."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("pattern"), str):
+            yield schema["pattern"]
+        if isinstance(schema.get("patternProperties"), dict):
+            yield from schema["patternProperties"]
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _patterns(part)
 
 
 def _json_grammar(schema: dict[str, Any]) -> str:

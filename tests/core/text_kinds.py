@@ -16,12 +16,12 @@ from minivllm.core.tokenizer import Tokenizer, load_tokenizer
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "  leading spaces,  double  spaces, and a trailing one ",
-    "你好，世界。日本語のテキスト、한국어 텍스트",
+    "你好\uff0c世界。日本語のテキスト、한국어 텍스트",
     "family 👨‍👩‍👧‍👦 flag 🇩🇪 skin 👍🏽 plain 😀😀",
     "combining e\u0301 n\u0303 and Zalgo Z\u0351\u036b\u0343",
     "עברית שלום, العربية مرحبا \u202bmixed\u202c",
     "def f(x):\n\treturn {'a': [1, 2]}  # naïve\r\n",
-    "∑ ∞ ≠ 𝔘𝔫𝔦 \ufffd literal replacement",
+    "∑ ∞ ≠ \U0001d518\U0001d52b\U0001d526 \ufffd literal replacement",
 )
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
