@@ -68,6 +68,7 @@ struct Plan {
     std::vector<Join> joins;
     int num_partials = 0;
     int max_rows = 0;
+    int run_length = 1;  // items that a thread takes at once
 };
 
 inline Plan make_plan(const Layout& layout, const Heads& heads, int num_threads) {
@@ -124,6 +125,8 @@ inline Plan make_plan(const Layout& layout, const Heads& heads, int num_threads)
     }
     std::stable_sort(sized.begin(), sized.end(), [](const Sized& a, const Sized& b) { return a.cost > b.cost; });
     for (const Sized& candidate : sized) plan.items.push_back(candidate.item);
+    const bool many = (int)plan.items.size() >= 8 * num_threads * heads.num_kv_heads;
+    if (many && plan.joins.empty()) plan.run_length = heads.num_kv_heads;
     return plan;
 }
 
@@ -141,7 +144,7 @@ Buffer<Element> make_buffer(size_t count) {
 
 // What one thread needs to work on an item.
 struct Scratch {
-    Buffer<float> query, output, scores, highest, weight_sum;
+    Buffer<float> query, output, scores, highest, weight_sums;
     Buffer<char> keys, values;
     int padded_size = 0;
     void reserve(int head_size) {
@@ -152,7 +155,7 @@ struct Scratch {
         output = make_buffer<float>((size_t)MAX_ROWS * padded);
         scores = make_buffer<float>((size_t)ROW_GROUP * CHUNK);
         highest = make_buffer<float>(MAX_ROWS);
-        weight_sum = make_buffer<float>(MAX_ROWS);
+        weight_sums = make_buffer<float>(MAX_ROWS * LANES);
         keys = make_buffer<char>((size_t)CHUNK * padded * sizeof(float));
         values = make_buffer<char>((size_t)CHUNK * padded * sizeof(float));
     }
@@ -183,43 +186,48 @@ struct Partials {
 
 constexpr float NO_SCORE = -INFINITY;
 
-// Scores of ROWS rows against the CHUNK keys of four tiles, not scaled beyond what the query is. With FETCH, `next` and
-// `next_values` are brought into the cache meanwhile.
-template <typename Cache, int ROWS, bool FETCH>
+// Scores of ROWS rows against the keys of TILES tiles, not scaled beyond what the query is. With FETCH, what lies at
+// `next` is brought into the cache meanwhile: the keys of the next chunk here, its values in `weigh_rows`, so that the
+// memory is never idle.
+template <typename Cache, int ROWS, int TILES, bool FETCH>
 inline __attribute__((noinline)) void score_rows(const float* query, int padded_size,
                                                  const typename Cache::Element* const (&tiles)[CHUNK_TILES],
-                                                 const char* const (&next)[CHUNK_TILES],
-                                                 const char* const (&next_values)[CHUNK_TILES], float* scores) {
+                                                 const typename Cache::Element* const (&next)[CHUNK_TILES],
+                                                 float* scores) {
     constexpr int PAIR = Cache::PAIR;
-    f32x16 sums[ROWS][CHUNK_TILES] = {};
+    f32x16 sums[ROWS][TILES] = {};
     const int steps = padded_size / PAIR;
     for (int step = 0; step < steps; ++step) {
+        const ptrdiff_t at = (ptrdiff_t)step * TILE * PAIR;
+        if (FETCH) {
 #pragma GCC unroll 4
-        for (int tile = 0; tile < CHUNK_TILES; ++tile) {
-            f32x16 keys[PAIR];
-            Cache::widen(tiles[tile] + (ptrdiff_t)step * TILE * PAIR, keys);
-            if (FETCH) {
-                prefetch(next[tile] + (ptrdiff_t)step * 64);
-                prefetch(next_values[tile] + (ptrdiff_t)step * 64);
-            }
-#pragma GCC unroll 6
-            for (int row = 0; row < ROWS; ++row)
+            for (int tile = 0; tile < CHUNK_TILES; ++tile) prefetch(next[tile] + at);
+        }
 #pragma GCC unroll 2
-                for (int part = 0; part < PAIR; ++part)
-                    sums[row][tile] += splat(query[row * padded_size + step * PAIR + part]) * keys[part];
+        for (int part = 0; part < PAIR; ++part) {
+            f32x16 keys[TILES];
+#pragma GCC unroll 4
+            for (int tile = 0; tile < TILES; ++tile) keys[tile] = Cache::widen(tiles[tile] + at, part);
+#pragma GCC unroll 6
+            for (int row = 0; row < ROWS; ++row) {
+                const f32x16 factor = splat(query[row * padded_size + step * PAIR + part]);
+#pragma GCC unroll 4
+                for (int tile = 0; tile < TILES; ++tile) sums[row][tile] += factor * keys[tile];
+            }
         }
     }
 #pragma GCC unroll 6
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 4
-        for (int tile = 0; tile < CHUNK_TILES; ++tile) store(scores + row * CHUNK + tile * TILE, sums[row][tile]);
+        for (int tile = 0; tile < TILES; ++tile) store(scores + row * CHUNK + tile * TILE, sums[row][tile]);
 }
 
 // output[row] = output[row] * factors[row] + sum over live keys of weights[row][key] * V[key], VECTORS * 16 dimensions.
-template <typename Cache, int ROWS, int VECTORS>
+template <typename Cache, int ROWS, int VECTORS, bool FETCH>
 inline void weigh_columns(const float* weights, const float* factors, int live,
-                          const typename Cache::Element* const (&tiles)[CHUNK_TILES], int head_size, int padded_size,
-                          int column, float* output) {
+                          const typename Cache::Element* const (&tiles)[CHUNK_TILES],
+                          const typename Cache::Element* const (&next)[CHUNK_TILES], int padded_size, int column,
+                          float* output) {
     constexpr int PAIR = Cache::PAIR;
     f32x16 sums[ROWS][VECTORS];
 #pragma GCC unroll 6
@@ -230,28 +238,35 @@ inline void weigh_columns(const float* weights, const float* factors, int live,
                 load<f32x16>(output + row * padded_size + column + vector * LANES) * splat(factors[row]);
     const int whole_pairs = live / PAIR;
     for (int pair = 0; pair < whole_pairs; ++pair) {
-        const typename Cache::Element* source =
-            tiles[pair * PAIR / TILE] + ((ptrdiff_t)(pair % (TILE / PAIR)) * head_size + column) * PAIR;
+        const ptrdiff_t at = ((ptrdiff_t)(pair % (TILE / PAIR)) * padded_size + column) * PAIR;
+        const typename Cache::Element* source = tiles[pair * PAIR / TILE] + at;
+        if (FETCH) {
 #pragma GCC unroll 4
-        for (int vector = 0; vector < VECTORS; ++vector) {
-            f32x16 values[PAIR];
-            Cache::widen(source + vector * LANES * PAIR, values);
-#pragma GCC unroll 6
-            for (int row = 0; row < ROWS; ++row)
+            for (int vector = 0; vector < VECTORS; ++vector)
+                prefetch(next[pair * PAIR / TILE] + at + vector * LANES * PAIR);
+        }
 #pragma GCC unroll 2
-                for (int part = 0; part < PAIR; ++part)
-                    sums[row][vector] += splat(weights[row * CHUNK + pair * PAIR + part]) * values[part];
+        for (int part = 0; part < PAIR; ++part) {
+            f32x16 values[VECTORS];
+#pragma GCC unroll 4
+            for (int vector = 0; vector < VECTORS; ++vector)
+                values[vector] = Cache::widen(source + vector * LANES * PAIR, part);
+#pragma GCC unroll 6
+            for (int row = 0; row < ROWS; ++row) {
+                const f32x16 factor = splat(weights[row * CHUNK + pair * PAIR + part]);
+#pragma GCC unroll 4
+                for (int vector = 0; vector < VECTORS; ++vector) sums[row][vector] += factor * values[vector];
+            }
         }
     }
     if (whole_pairs * PAIR < live) {
         // The second of the last pair was never written: a weight of zero would not stop a NaN.
         const int key = live - 1;
         const typename Cache::Element* source =
-            tiles[key / TILE] + ((ptrdiff_t)(key % TILE / PAIR) * head_size + column) * PAIR;
+            tiles[key / TILE] + ((ptrdiff_t)(key % TILE / PAIR) * padded_size + column) * PAIR;
         for (int vector = 0; vector < VECTORS; ++vector) {
-            f32x16 values[PAIR];
-            Cache::widen(source + vector * LANES * PAIR, values);
-            for (int row = 0; row < ROWS; ++row) sums[row][vector] += splat(weights[row * CHUNK + key]) * values[0];
+            const f32x16 values = Cache::widen(source + vector * LANES * PAIR, 0);
+            for (int row = 0; row < ROWS; ++row) sums[row][vector] += splat(weights[row * CHUNK + key]) * values;
         }
     }
 #pragma GCC unroll 6
@@ -261,27 +276,31 @@ inline void weigh_columns(const float* weights, const float* factors, int live,
             store(output + row * padded_size + column + vector * LANES, sums[row][vector]);
 }
 
-template <typename Cache, int ROWS>
+template <typename Cache, int ROWS, bool FETCH>
 inline __attribute__((noinline)) void weigh_rows(const float* weights, const float* factors, int live,
                                                  const typename Cache::Element* const (&tiles)[CHUNK_TILES],
+                                                 const typename Cache::Element* const (&next)[CHUNK_TILES],
                                                  int padded_size, float* output) {
     int column = 0;
     for (; column + 4 * LANES <= padded_size; column += 4 * LANES)
-        weigh_columns<Cache, ROWS, 4>(weights, factors, live, tiles, padded_size, padded_size, column, output);
+        weigh_columns<Cache, ROWS, 4, FETCH>(weights, factors, live, tiles, next, padded_size, column, output);
     if (column + 2 * LANES <= padded_size) {
-        weigh_columns<Cache, ROWS, 2>(weights, factors, live, tiles, padded_size, padded_size, column, output);
+        weigh_columns<Cache, ROWS, 2, FETCH>(weights, factors, live, tiles, next, padded_size, column, output);
         column += 2 * LANES;
     }
     if (column < padded_size)
-        weigh_columns<Cache, ROWS, 1>(weights, factors, live, tiles, padded_size, padded_size, column, output);
+        weigh_columns<Cache, ROWS, 1, FETCH>(weights, factors, live, tiles, next, padded_size, column, output);
 }
 
-// Turns the scores of one row into weights; keeps the running maximum and sum. Keys outside first .. last (counted
-// from the start of the chunk) get weight 0. Returns the factor for what was summed so far.
+// Turns the scores of one row into weights, in TILES tiles. Keys outside first .. last (counted from the start of the
+// chunk) get weight 0. Keeps the running maximum, and the sum of weights as one vector: to reduce either to a number
+// is slow and rarely needed. Returns the factor for what was summed so far.
+template <int TILES>
 inline float soften_row(float* scores, int first, int last, bool masked, float softcap, float& highest,
-                        float& weight_sum) {
-    f32x16 row[CHUNK_TILES];
-    for (int tile = 0; tile < CHUNK_TILES; ++tile) {
+                        float* weight_sums) {
+    f32x16 row[TILES];
+#pragma GCC unroll 4
+    for (int tile = 0; tile < TILES; ++tile) {
         row[tile] = load<f32x16>(scores + tile * TILE);
         if (softcap > 0) row[tile] = splat(softcap * LOG2_E) * hyperbolic_tangent(row[tile]);
         if (masked) {
@@ -289,18 +308,25 @@ inline float soften_row(float* scores, int first, int last, bool masked, float s
             row[tile] = ((key >= first) & (key < last)) ? row[tile] : splat(NO_SCORE);
         }
     }
-    const float chunk_highest = largest(maximum(maximum(row[0], row[1]), maximum(row[2], row[3])));
-    const float new_highest = std::max(highest, chunk_highest);
-    const float reference = new_highest == NO_SCORE ? 0.0f : new_highest;
-    f32x16 total = {};
-    for (int tile = 0; tile < CHUNK_TILES; ++tile) {
-        f32x16 weights = power_of_two(row[tile] - splat(reference));
+    f32x16 highest_of_lanes = row[0];
+#pragma GCC unroll 4
+    for (int tile = 1; tile < TILES; ++tile) highest_of_lanes = maximum(highest_of_lanes, row[tile]);
+    float factor = 1.0f;
+    f32x16 total = load<f32x16>(weight_sums);
+    if (any_greater(highest_of_lanes, splat(highest))) {
+        const float before = highest;
+        highest = largest(highest_of_lanes);
+        factor = power_of_two(splat(before - highest))[0];  // 0 when there was no score yet
+        total *= splat(factor);
+    }
+    const f32x16 reference = splat(highest == NO_SCORE ? 0.0f : highest);
+#pragma GCC unroll 4
+    for (int tile = 0; tile < TILES; ++tile) {
+        f32x16 weights = power_of_two(row[tile] - reference);
         total += weights;
         store(scores + tile * TILE, weights);
     }
-    const float factor = highest == NO_SCORE ? 0.0f : exp2f(highest - reference);
-    highest = new_highest;
-    weight_sum = weight_sum * factor + sum(total);
+    store(weight_sums, total);
     return factor;
 }
 
@@ -375,34 +401,41 @@ struct Attention {
         const int rows = item.last_row - item.first_row;
         std::fill_n(scratch.output.get(), (size_t)rows * padded_size, 0.0f);
         std::fill_n(scratch.highest.get(), rows, NO_SCORE);
-        std::fill_n(scratch.weight_sum.get(), rows, 0.0f);
+        std::fill_n(scratch.weight_sums.get(), rows * LANES, 0.0f);
+    }
+
+    // ROWS rows from `row` on against the keys that the last of them sees of the chunk.
+    template <int ROWS, int TILES, bool FETCH>
+    void attend_group(const Item& item, int first_key, int row, int live, const Chunk& chunk, const Chunk& next) {
+        float* scores = scratch.scores.get();
+        score_rows<Cache, ROWS, TILES, FETCH>(scratch.query.get() + (size_t)row * padded_size, padded_size, chunk.keys,
+                                              next.keys, scores);
+        float factors[ROWS];
+        const int window_start = heads.window > 0 ? heads.window - 1 + first_key : INT32_MAX;
+        for (int i = 0; i < ROWS; ++i) {
+            const int position = position_of(item, item.first_row + row + i);
+            const int first = std::max(0, position - window_start);
+            const int last = std::min(live, position + 1 - first_key);
+            factors[i] = soften_row<TILES>(scores + i * CHUNK, first, last, first > 0 || last < TILES * TILE,
+                                           heads.softcap, scratch.highest[row + i],
+                                           scratch.weight_sums.get() + (row + i) * LANES);
+        }
+        weigh_rows<Cache, ROWS, FETCH>(scores, factors, live, chunk.values, next.values, padded_size,
+                                       scratch.output.get() + (size_t)row * padded_size);
     }
 
     template <int ROWS>
     void attend_group(const Item& item, int first_key, int row, const Chunk& chunk, const Chunk& next) {
-        const char* next_keys[CHUNK_TILES];
-        const char* next_values[CHUNK_TILES];
-        for (int tile = 0; tile < CHUNK_TILES; ++tile) {
-            next_keys[tile] = (const char*)next.keys[tile];
-            next_values[tile] = (const char*)next.values[tile];
-        }
-        float* scores = scratch.scores.get();
-        const float* query = scratch.query.get() + (size_t)row * padded_size;
-        if (row == 0)
-            score_rows<Cache, ROWS, true>(query, padded_size, chunk.keys, next_keys, next_values, scores);
+        const int position = position_of(item, item.first_row + row + ROWS - 1);
+        const int live = std::min(chunk.live, position + 1 - first_key);
+        if (live <= 0) return;
+        const bool fetch = row == 0 && chunk.keys[0] != next.keys[0];
+        if (live <= CHUNK / 2)
+            attend_group<ROWS, CHUNK_TILES / 2, false>(item, first_key, row, live, chunk, next);
+        else if (fetch)
+            attend_group<ROWS, CHUNK_TILES, true>(item, first_key, row, live, chunk, next);
         else
-            score_rows<Cache, ROWS, false>(query, padded_size, chunk.keys, next_keys, next_values, scores);
-        float factors[ROWS];
-        for (int i = 0; i < ROWS; ++i) {
-            const int position = position_of(item, item.first_row + row + i);
-            const int first = heads.window > 0 ? std::max(0, position - heads.window + 1 - first_key) : 0;
-            const int last = std::min(chunk.live, position + 1 - first_key);
-            const bool masked = first > 0 || last < CHUNK;
-            factors[i] = soften_row(scores + i * CHUNK, first, last, masked, heads.softcap,
-                                    scratch.highest[row + i], scratch.weight_sum[row + i]);
-        }
-        weigh_rows<Cache, ROWS>(scores, factors, chunk.live, chunk.values, padded_size,
-                                scratch.output.get() + (size_t)row * padded_size);
+            attend_group<ROWS, CHUNK_TILES, false>(item, first_key, row, live, chunk, next);
     }
 
     void attend_chunk(const Item& item, int first_key, const Chunk& chunk, const Chunk& next) {
@@ -411,7 +444,6 @@ struct Attention {
         for (int group = 0; group < groups; ++group) {
             const int row = (int)((int64_t)rows * group / groups);
             const int count = (int)((int64_t)rows * (group + 1) / groups) - row;
-            if (position_of(item, item.first_row + row + count - 1) < first_key) continue;
             switch (count) {
                 case 1: attend_group<1>(item, first_key, row, chunk, next); break;
                 case 2: attend_group<2>(item, first_key, row, chunk, next); break;
@@ -422,6 +454,8 @@ struct Attention {
             }
         }
     }
+
+    float weight_sum(int row) const { return sum(load<f32x16>(scratch.weight_sums.get() + row * LANES)); }
 
     void write_row(const Item& item, int row, const float* source, float weight_sum) {
         const int64_t token = layout.query_starts[item.sequence] + row / sharing;
@@ -442,7 +476,7 @@ struct Attention {
         std::memcpy(partials.output.get() + first * padded_size, scratch.output.get(),
                     (size_t)rows * padded_size * sizeof(float));
         std::memcpy(partials.highest.get() + first, scratch.highest.get(), rows * sizeof(float));
-        std::memcpy(partials.weight_sum.get() + first, scratch.weight_sum.get(), rows * sizeof(float));
+        for (int row = 0; row < rows; ++row) partials.weight_sum[first + row] = weight_sum(row);
         const Join& join = plan.joins[item.join];
         if (finished[item.join].fetch_add(1, std::memory_order_acq_rel) + 1 == join.num_partials)
             join_partials(item, join);
@@ -491,17 +525,22 @@ struct Attention {
         }
         for (int row = item.first_row; row < item.last_row; ++row)
             write_row(item, row, scratch.output.get() + (size_t)(row - item.first_row) * padded_size,
-                      scratch.weight_sum[row - item.first_row]);
+                      weight_sum(row - item.first_row));
     }
 
-    // Takes items until none is left. `counter` starts at 0 and is shared by the threads of the layer.
+    // Takes runs of items until none is left. `counter` starts at 0 and is shared by the threads of the layer. Of a
+    // sequence that is not cut the heads are a run: their keys lie side by side.
     void run_all(std::atomic<int>& counter) {
-        const int count = (int)plan.items.size();
-        int current = counter.fetch_add(1, std::memory_order_relaxed);
-        while (current < count) {
-            const int following = counter.fetch_add(1, std::memory_order_relaxed);
-            run(plan.items[current], following < count ? &plan.items[following] : nullptr);
-            current = following;
+        const int count = (int)plan.items.size(), length = plan.run_length;
+        int first = counter.fetch_add(length, std::memory_order_relaxed);
+        while (first < count) {
+            const int following = counter.fetch_add(length, std::memory_order_relaxed);
+            const int last = std::min(count, first + length);
+            for (int i = first; i < last; ++i) {
+                const int next = i + 1 < last ? i + 1 : following;
+                run(plan.items[i], next < count ? &plan.items[next] : nullptr);
+            }
+            first = following;
         }
     }
 };

@@ -111,11 +111,33 @@ struct Fetch {
     int lines;
 };
 
+// Addresses of ROWS rows by few registers: three rows hang on one pointer. Left to itself the compiler keeps a pointer
+// for each row, runs out of registers and moves them to and fro in the innermost loop.
+template <int ROWS>
+struct RowPointers {
+    const uint32_t *rows_0, *rows_3, *rows_6, *rows_9;
+    ptrdiff_t stride, twice;
+    MINIVLLM_INLINE RowPointers(const uint32_t* words, ptrdiff_t row_stride)
+        : rows_0(words), rows_3(words + 3 * row_stride), rows_6(words + 6 * row_stride), rows_9(words + 9 * row_stride),
+          stride(row_stride), twice(2 * row_stride) {}
+    MINIVLLM_INLINE uint32_t word(int row, int ahead) const {
+        const uint32_t* base = (row < 3 ? rows_0 : row < 6 ? rows_3 : row < 9 ? rows_6 : rows_9) + ahead;
+        return row % 3 == 0 ? base[0] : row % 3 == 1 ? base[stride] : base[twice];
+    }
+    MINIVLLM_INLINE void advance(int words) {
+        rows_0 += words, rows_3 += words, rows_6 += words, rows_9 += words;
+        asm("" : "+r"(rows_0));  // hides that they belong together
+        if (ROWS > 3) asm("" : "+r"(rows_3));
+        if (ROWS > 6) asm("" : "+r"(rows_6));
+        if (ROWS > 9) asm("" : "+r"(rows_9));
+    }
+};
+
 template <int ROWS>
 inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
                                                      int64_t depth, Fetch fetch, float* tile) {
     f32x16 sums[ROWS][2] = {};
-    const float* a = (const float*)words;
+    RowPointers<ROWS> rows(words, stride);
     for (int64_t pair = 0; pair < depth / 2; ++pair) {
         const u32x16 left = load<u32x16>(panel), right = load<u32x16>(panel + 64);
         const f32x16 left_even = first_of_pairs(left), left_odd = second_of_pairs(left);
@@ -126,12 +148,13 @@ inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrd
         fetch.address += 64 * fetch.lines;
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const f32x16 even = splat(a[row * stride + 2 * pair]), odd = splat(a[row * stride + 2 * pair + 1]);
+            const f32x16 even = (f32x16)splat_word(rows.word(row, 0)), odd = (f32x16)splat_word(rows.word(row, 1));
             sums[row][0] += even * left_even;
             sums[row][1] += even * right_even;
             sums[row][0] += odd * left_odd;
             sums[row][1] += odd * right_odd;
         }
+        rows.advance(2);
     }
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {
@@ -152,6 +175,7 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
     __m512i sums[ROWS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
+    RowPointers<ROWS> rows(words, stride);
     for (int64_t step = 0; step < steps; ++step) {
         const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
         panel += 128;
@@ -160,10 +184,11 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
         fetch.address += 64 * fetch.lines;
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const __m512i activations = _mm512_set1_epi32((int32_t)words[row * stride + step]);
+            const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
             sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
             sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
         }
+        rows.advance(1);
     }
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {

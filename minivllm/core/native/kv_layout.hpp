@@ -19,10 +19,10 @@ struct BFloat16Cache {
     using Element = uint16_t;
     static constexpr int PAIR = 2;
     static MINIVLLM_INLINE Element narrow(float value) { return to_bfloat16(value); }
-    static MINIVLLM_INLINE void widen(const void* source, f32x16 (&wide)[2]) {
-        u32x16 pairs = load<u32x16>(source);
-        wide[0] = first_of_pairs(pairs);
-        wide[1] = second_of_pairs(pairs);
+    // The first (part 0) or second elements of 16 pairs.
+    static MINIVLLM_INLINE f32x16 widen(const void* source, int part) {
+        const u32x16 pairs = load<u32x16>(source);
+        return part == 0 ? first_of_pairs(pairs) : second_of_pairs(pairs);
     }
     static MINIVLLM_INLINE Element from_input(const void* source, bool is_float32, ptrdiff_t index) {
         return is_float32 ? to_bfloat16(((const float*)source)[index]) : ((const uint16_t*)source)[index];
@@ -33,7 +33,7 @@ struct Float32Cache {
     using Element = float;
     static constexpr int PAIR = 1;
     static MINIVLLM_INLINE Element narrow(float value) { return value; }
-    static MINIVLLM_INLINE void widen(const void* source, f32x16 (&wide)[1]) { wide[0] = load<f32x16>(source); }
+    static MINIVLLM_INLINE f32x16 widen(const void* source, int) { return load<f32x16>(source); }
     static MINIVLLM_INLINE Element from_input(const void* source, bool is_float32, ptrdiff_t index) {
         return is_float32 ? ((const float*)source)[index] : from_bfloat16(((const uint16_t*)source)[index]);
     }

@@ -42,6 +42,14 @@ MINIVLLM_INLINE f32x16 splat(float value) {
 #endif
 }
 
+MINIVLLM_INLINE u32x16 splat_word(uint32_t word) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_set1_epi32((int32_t)word);
+#else
+    return word + u32x16{};
+#endif
+}
+
 MINIVLLM_INLINE i32x16 lane_numbers() { return i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 MINIVLLM_INLINE f32x16 maximum(f32x16 a, f32x16 b) {
@@ -49,6 +57,18 @@ MINIVLLM_INLINE f32x16 maximum(f32x16 a, f32x16 b) {
     return (f32x16)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return a > b ? a : b;
+#endif
+}
+
+// Whether a > b anywhere.
+MINIVLLM_INLINE bool any_greater(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+    i32x16 greater = a > b;
+    int32_t any = 0;
+    for (int lane = 0; lane < LANES; ++lane) any |= greater[lane];
+    return any != 0;
 #endif
 }
 
@@ -74,18 +94,17 @@ MINIVLLM_INLINE float largest(f32x16 a) {
 
 MINIVLLM_INLINE f32x16 absolute(f32x16 a) { return (f32x16)((u32x16)a & (0x7fffffffu - u32x16{})); }
 
-// 2^x; exactly 0 below -126, infinity never (x is at most 127 here). Relative error about 2e-7.
+// 2^x for x up to 127; exactly 0 below -126. Relative error about 2e-7.
 MINIVLLM_INLINE f32x16 power_of_two(f32x16 x) {
     const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
     f32x16 bounded = maximum(splat(-127.0f), x);  // in this order a NaN stays one
     f32x16 whole = (bounded + magic) - magic;
     f32x16 rest = bounded - whole;
-    f32x16 series = splat(1.5403530e-4f);
-    series = series * rest + splat(1.3333558e-3f);
-    series = series * rest + splat(9.6181291e-3f);
-    series = series * rest + splat(5.5504109e-2f);
-    series = series * rest + splat(2.4022651e-1f);
-    series = series * rest + splat(6.9314718e-1f);
+    f32x16 series = splat(1.32764654e-3f);
+    series = series * rest + splat(9.67554096e-3f);
+    series = series * rest + splat(5.55071346e-2f);
+    series = series * rest + splat(2.40221202e-1f);
+    series = series * rest + splat(6.93146944e-1f);
     series = series * rest + splat(1.0f);
 #if defined(__AVX512F__)
     f32x16 result = (f32x16)_mm512_scalef_ps((__m512)series, (__m512)whole);
