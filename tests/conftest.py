@@ -8,10 +8,13 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+ROOT = Path(__file__).resolve().parents[1]
 APP_NAME = "minivllm"
 
 
@@ -61,7 +64,8 @@ def ray_cluster() -> Iterator[RayCluster]:
         object_store_memory=128 * 1024**2,
         _temp_dir=folder,
     )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    shipped = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, controller_options=shipped["controller_options"])
     yield RayCluster(context.address_info["address"], port)
     serve.shutdown()
     ray.shutdown()

@@ -27,7 +27,8 @@ async def stream_one(client: openai.AsyncOpenAI, served: Served, index: int, sto
     stream = await client.completions.create(
         model=served.model,
         prompt=f"Story number {index}. Once upon a time",
-        max_tokens=24,
+        # Long enough for one who leaves: it must not end by itself before the engine hears of it.
+        max_tokens=24 if stop_after is None else 2000,
         stream=True,
         temperature=0,
         extra_body={"ignore_eos": True},
