@@ -153,9 +153,12 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvalidRequestError("schedule() was called again before update()", param="step")
         plan = StepPlan(self.token_budget)
+        violations = self.counters.integrity_violations
         preempted = self._schedule_running(plan)
         if not preempted:  # there is no room then, and the preempted must not be overtaken
             self._admit(plan)
+        if self.counters.integrity_violations > violations:
+            plan.drop_ended()
         self._in_flight = plan.freeze()
         return self._in_flight
 

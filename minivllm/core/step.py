@@ -48,5 +48,11 @@ class StepPlan:
         if scheduled is not None:
             self.budget += scheduled.end - scheduled.start
 
+    def drop_ended(self) -> None:
+        """Takes out who has ended since: damage found at one sequence can end another that was scheduled before it."""
+        for scheduled in list(self.scheduled.values()):
+            if scheduled.sequence.is_finished:
+                self.drop(scheduled.sequence)
+
     def freeze(self) -> ScheduledStep:
         return ScheduledStep(tuple(self.scheduled.values()), self.token_budget - self.budget)

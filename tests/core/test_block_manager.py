@@ -110,7 +110,7 @@ def test_negative_count_is_taken_for_a_number_from_the_end(caching: bool, call: 
 
 @pytest.mark.parametrize("sizes", [(0, 16), (-1, 16), (4, 0), (4, -16)])
 def test_pool_of_no_blocks_or_no_tokens_is_made(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="num_blocks|block_size"):
+    with pytest.raises(ValueError, match=r"num_blocks|block_size"):
         BlockManager(*sizes)
 
 

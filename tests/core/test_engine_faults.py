@@ -175,6 +175,39 @@ def test_damaged_ledger_harms_a_request_it_does_not_concern(steps: int, damage: 
     assert len(watched.ended) == 9
 
 
+def put_a_used_block_at_the_head_of_the_free_list(one: Any, two: Any, pool: Any) -> None:
+    pool.free.appendleft(one.block_table[0])
+
+
+FOUND_WHILE_SCHEDULING = [
+    put_a_used_block_at_the_head_of_the_free_list,
+    append_a_free_block,
+    lose_a_block,
+    count_too_much,
+    count_less_than_nothing,
+]
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("damage", FOUND_WHILE_SCHEDULING, ids=lambda damage: damage.__name__)
+def test_damage_found_while_scheduling_kills_the_engine(damage: Any, steps: int) -> None:
+    """The first of the two is in the step already when the second one's block turns out to be the first one's."""
+    watched = WatchedEngine(num_blocks=24, block_size=2, enable_prefix_caching=False, validate_blocks=True)
+    for number in range(4):
+        watched.add([10 * number + digit for digit in range(1, 6 + number % 2)], max_tokens=12, ignore_eos=True)
+    for _ in range(steps):
+        watched.step()
+    one, two = watched.engine.scheduler.running[:2]
+    for sequence in watched.engine.scheduler.running:
+        # Whoever is given the block is concerned too, and that may be any of them.
+        watched.live[sequence.request_id, 0].may_fail = True
+    damage(one, two, watched.engine.block_manager.pool)
+    watched.drain()
+    assert not watched.engine.is_dead
+    assert watched.engine.stats().integrity_violations_total >= 1
+    assert watched.finish_counts["length"] >= 2, "two requests at most are concerned"
+
+
 def test_damage_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
     watched = WatchedEngine(num_blocks=24, block_size=2, validate_blocks=True)
     watched.add([1, 2, 3, 4, 5], max_tokens=8, ignore_eos=True)
