@@ -167,7 +167,10 @@ _UNION_BRANCHES = frozenset(
 
 def _path_and_reason(detail: ErrorDetails, renamed: dict[str, str]) -> tuple[str, str, Any]:
     path = field_path(part for part in detail["loc"] if isinstance(part, int) or not _is_branch(part))
-    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    is_no_object = detail["type"] in ("model_type", "model_attributes_type")
+    reason = (
+        "should be an object" if is_no_object else detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    )
     if not path:
         # Checks across fields have no place of their own: by our custom they begin with the field's name.
         name, colon, rest = reason.partition(": ")
@@ -179,7 +182,7 @@ def _path_and_reason(detail: ErrorDetails, renamed: dict[str, str]) -> tuple[str
 
 
 def _is_branch(part: str) -> bool:
-    return part in _UNION_BRANCHES or "[" in part
+    return part in _UNION_BRANCHES or "[" in part or part[:1].isupper()  # names of models
 
 
 def field_path(parts: Iterable[str | int]) -> str:

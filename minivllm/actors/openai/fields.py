@@ -23,7 +23,9 @@ FORMAT_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
-TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+"""A list of a million wrong items is refused for its first."""
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def like_sampling(name: str, description: str) -> Any:
@@ -114,7 +116,7 @@ class StructuredOutputs(BaseModel):
 
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Texts | None = Field(None, min_length=1)
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -174,7 +176,7 @@ class GenerationBody(RequestBody):
     logit_bias: Annotated[dict[str, float] | None, WithJsonSchema(_LOGIT_BIAS_SCHEMA)] = None
     seed: int | None = like_sampling("seed", "makes sampling repeatable; choice k of n uses seed + k")
     min_tokens: int | None = like_sampling("min_tokens", "no EOS and no stop token before so many")
-    stop: str | list[str] | None = Field(
+    stop: str | Texts | None = Field(
         None,
         description="texts that end the output",
         json_schema_extra={
@@ -185,7 +187,7 @@ class GenerationBody(RequestBody):
             ]
         },
     )
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -198,7 +200,7 @@ class GenerationBody(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_choice: Texts | None = Field(None, min_length=1)
     guided_grammar: str | None = None
 
     @model_validator(mode="after")

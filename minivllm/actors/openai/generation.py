@@ -244,7 +244,7 @@ async def _next(stream: AsyncIterator[list[RequestOutput]]) -> list[RequestOutpu
     return await anext(stream, None)
 
 
-_GRAMMAR_PARAMS = frozenset({"response_format", "structured_output", "json_schema", "regex", "choice", "grammar"})
+_GRAMMAR_PARAMS = frozenset({"response_format", "structured_outputs"})
 
 
 async def naming_grammar_field(

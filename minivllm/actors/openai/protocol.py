@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from minivllm.actors.openai.fields import GenerationBody, RequestBody, TokenId, like_sampling
+from minivllm.actors.openai.fields import GenerationBody, RequestBody, TokenIds, like_sampling
 from minivllm.core.sampling_params import MAX_LOGPROBS
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -120,7 +120,7 @@ class NamedToolChoice(BaseModel):
 class ChatCompletionRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="default: as far as the context reaches")
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens, and before it")
     logprobs: bool | None = None
@@ -169,7 +169,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
     add_generation_prompt: bool | None = None
@@ -188,5 +188,5 @@ class DetokenizeRequest(RequestBody):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
     skip_special_tokens: bool | None = Field(None, description="default false")

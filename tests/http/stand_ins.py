@@ -1,0 +1,274 @@
+"""A server without Ray: the HTTP application on an engine in the same process, behind a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from minivllm.actors.config import AppArgs
+from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.openai.http_app import make_http_app
+from minivllm.actors.openai.service import GenerationService
+from minivllm.core.engine import LLMEngine
+from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
+from minivllm.core.scheduler import ScheduledStep
+from minivllm.core.sequence import Sequence
+from minivllm.core.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+SAVED_VOCABULARY = 49152
+"""Of the packaged model's tokenizer, which all servers here use."""
+
+
+def save_tiny_model(folder: Path, tokenizer: Tokenizer) -> Path:
+    """A random Llama of two small layers with the packaged model's tokenizer and chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=SAVED_VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.hf_tokenizer.save_pretrained(folder)
+    return folder
+
+
+class ScriptedRunner:
+    """Writes what it is told to: `replies` maps a piece of the prompt to the answer; EOS follows.
+
+    The logits that it pretends to have give every token it writes the probability `CERTAINTY`.
+
+    Args:
+        tokenizer: of the texts.
+        replies: the first piece that is in the prompt counts; without one the answer is `default`, without an end.
+        step_s: how long a step takes.
+    """
+
+    CERTAINTY = 0.75
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        replies: dict[str, str],
+        *,
+        default: str = " and so on",
+        step_s: float = 0.0,
+        num_blocks: int = 512,
+        max_model_len: int = 1024,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.replies = replies
+        self.default = default
+        self.step_s = step_s
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.vocab_size = tokenizer.vocab_size
+        self.eos_token_ids = tokenizer.eos_token_ids
+        self.live: set[str] = set()
+        self.fail_next_step: Exception | None = None
+        self.fail_samples: dict[str, Exception] = {}
+        """A piece of a prompt -> what goes wrong with its sampling after the third token."""
+        self._scripts: dict[str, list[int]] = {}
+
+    def prepare(self, sequence: Sequence) -> None:
+        prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
+        reply = next((text for piece, text in self.replies.items() if piece in prompt), None)
+        ids = self.tokenizer.encode(self.default if reply is None else reply, add_special_tokens=False)
+        self._scripts[sequence.request_id] = ids * 2000 if reply is None else [*ids, *sorted(self.eos_token_ids)[:1]]
+        self.live.add(sequence.request_id)
+
+    def release(self, sequence: Sequence) -> None:
+        self.live.discard(sequence.request_id)
+        self._scripts.pop(sequence.request_id, None)
+
+    def execute(self, step: ScheduledStep) -> list[SampleResult]:
+        if self.fail_next_step is not None:
+            error, self.fail_next_step = self.fail_next_step, None
+            raise error
+        time.sleep(self.step_s)
+        return [self._result(one.sequence, one.samples, one.start, one.end) for one in step.sequences]
+
+    def _result(self, sequence: Sequence, samples: bool, start: int, end: int) -> SampleResult:
+        scores = None
+        if sequence.sampling_params.prompt_logprobs is not None:
+            last = min(end + 1, sequence.num_prompt_tokens)
+            scores = [self._score(token_id) for token_id in sequence.prompt_token_ids[start + 1 : last]]
+        if not samples or sequence.sampling_params.max_tokens == 0:
+            return SampleResult(prompt_logprobs=scores)
+        place = len(sequence.generated_token_ids)
+        error = self._planned_error(sequence, place)
+        if error is not None:
+            return SampleResult(error=error)
+        script = self._scripts[sequence.request_id]
+        token_id = script[min(place, len(script) - 1)]
+        logprobs = None if sequence.sampling_params.logprobs is None else self._score(token_id)
+        return SampleResult(token_id, logprobs, scores)
+
+    def _planned_error(self, sequence: Sequence, place: int) -> Any:
+        if place < 3 or not self.fail_samples:
+            return None
+        prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
+        return next((error for piece, error in self.fail_samples.items() if piece in prompt), None)
+
+    def _score(self, token_id: int) -> TokenLogprobs:
+        rest = math.log((1 - self.CERTAINTY) / 2)
+        others = [(other, rest) for other in (token_id + 1, token_id + 2) if other < self.vocab_size]
+        return TokenLogprobs(token_id, math.log(self.CERTAINTY), ((token_id, math.log(self.CERTAINTY)), *others))
+
+
+class LocalEngine:
+    """An EngineLoop as the service sees an engine."""
+
+    def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
+        self.loop = loop
+        self._info = info
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+        return self.loop.generate(request)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self.loop.abort(request_id, index)
+
+    async def info(self) -> EngineInfo:
+        return self._info
+
+    async def stats(self) -> EngineSnapshot:
+        return await self.loop.snapshot()
+
+
+async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
+    loop = EngineLoop(build)
+    await loop.start()
+    engine: LLMEngine = await loop.call(lambda engine: engine)
+    runner = engine.model_runner
+    info = EngineInfo(
+        model=engine.config.model,
+        max_model_len=engine.config.max_model_len or 0,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=tuple(sorted(runner.eos_token_ids)),
+        block_size=engine.config.block_size,
+        num_blocks=runner.num_blocks,
+        config=engine.config,
+        version="0",
+        engine_id=loop.engine_id,
+        started_at=loop.started_at,
+        generation_defaults=dict(getattr(runner, "generation_defaults", {})),
+    )
+    return LocalEngine(loop, info)
+
+
+class LocalServer:
+    """The application behind a socket, in a thread with an event loop of its own.
+
+    Args:
+        args: of the application.
+        tokenizer: of the model.
+        build: makes the engine, or None for a service whose engine is still loading.
+    """
+
+    def __init__(self, args: AppArgs, tokenizer: Tokenizer, build: Callable[[], LLMEngine] | None) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.engine: LocalEngine | None = None
+        self.service: GenerationService
+        self.base_url = ""
+        self._build = build
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> LocalServer:
+        self._thread.start()
+        self._started.wait(120)
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+
+    @property
+    def model(self) -> str:
+        return self.args.model_name
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def snapshot(self) -> EngineSnapshot:
+        assert self.engine is not None
+        return self.call(self.engine.stats())
+
+    def until_idle(self, seconds: float = 5.0) -> None:
+        """Waits until nothing runs, waits or holds a block."""
+        end = time.monotonic() + seconds
+        while True:
+            stats = self.snapshot().stats
+            if (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0):
+                return
+            assert time.monotonic() < end, f"still busy: {stats}"
+            time.sleep(0.02)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._build is not None:
+            self.engine = await start_engine(self._build)
+        self.service = GenerationService(self.engine or _NeverReady(), self.tokenizer, self.args)
+        if self.engine is not None:
+            await self.service.ready()
+        app = make_http_app(self.service)
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        )
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
+            await asyncio.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{port}"
+        self._started.set()
+        await serving
+        if self.engine is not None:
+            await self.engine.loop.stop()
+
+
+class _NeverReady:
+    """An engine that is loading for ever."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+        raise AssertionError("nothing may be submitted to an engine that is not ready")
+
+    async def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    async def info(self) -> EngineInfo:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stats(self) -> EngineSnapshot:
+        raise AssertionError("nobody may ask an engine that is not ready")

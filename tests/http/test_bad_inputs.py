@@ -1,0 +1,358 @@
+"""A table of bad inputs: each is refused with its status and its field named, and the next request is answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from minivllm.actors.openai.responses import ErrorResponse
+from tests.http.stand_ins import SAVED_VOCABULARY
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"model": "tiny", "prompt": "Hello", "max_tokens": 2, **fields}
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"model": "tiny", "messages": [USER], "max_tokens": 2, **fields}
+
+
+def without(request: tuple[str, dict[str, Any]], *names: str) -> tuple[str, dict[str, Any]]:
+    path, body = request
+    return path, {name: value for name, value in body.items() if name not in names}
+
+
+def messages(*given: Any) -> tuple[str, dict[str, Any]]:
+    return chat(messages=list(given))
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+# (request, status, the field that the error names)
+BAD: list[tuple[tuple[str, Any], int, str | None]] = [
+    # the prompt
+    (without(completion(), "prompt"), 400, "prompt"),
+    (completion(prompt=None), 400, "prompt"),
+    (completion(prompt=""), 400, "prompt"),
+    (completion(prompt=[]), 400, "prompt"),
+    (completion(prompt=[[]]), 400, "prompt[0]"),
+    (completion(prompt=["good", ""]), 400, "prompt[1]"),
+    (completion(prompt=7), 400, "prompt"),
+    (completion(prompt={"text": "x"}), 400, "prompt"),
+    (completion(prompt=True), 400, "prompt"),
+    (completion(prompt=[1, "two"]), 400, "prompt"),
+    (completion(prompt=["one", 2]), 400, "prompt[1]"),
+    (completion(prompt=[True]), 400, "prompt"),
+    (completion(prompt=[1.5]), 400, "prompt[0]"),
+    (completion(prompt=[-1]), 400, "prompt"),
+    (completion(prompt=[SAVED_VOCABULARY]), 400, "prompt"),
+    (completion(prompt=[1, 10**30]), 400, "prompt"),
+    (completion(prompt=[[1], [2, -3]]), 400, "prompt[1]"),
+    (completion(prompt=[5] * 1024), 400, "prompt"),
+    (completion(prompt="river " * 1100), 400, "prompt"),
+    (completion(prompt="x" * 150_000), 400, "prompt"),
+    (completion(prompt=["a"] * 1025), 400, "prompt"),
+    (completion(prompt=["a"] * 100, n=100), 400, "prompt"),
+    (completion(suffix=" the end."), 400, "suffix"),
+    # lengths
+    (completion(max_tokens=-1), 400, "max_tokens"),
+    (completion(max_tokens=0), 400, "max_tokens"),
+    (completion(max_tokens=1.5), 400, "max_tokens"),
+    (completion(max_tokens="lots"), 400, "max_tokens"),
+    (completion(max_tokens=True), 400, "max_tokens"),
+    (completion(max_tokens=[1]), 400, "max_tokens"),
+    (completion(max_tokens=NAN), 400, "max_tokens"),
+    (chat(max_tokens=0), 400, "max_tokens"),
+    (chat(max_completion_tokens=-5), 400, "max_completion_tokens"),
+    (completion(min_tokens=-1), 400, "min_tokens"),
+    (completion(min_tokens=3), 400, "min_tokens"),
+    # sampling
+    (completion(temperature=-0.1), 400, "temperature"),
+    (completion(temperature=2.1), 400, "temperature"),
+    (completion(temperature="hot"), 400, "temperature"),
+    (completion(temperature=NAN), 400, "temperature"),
+    (completion(temperature=INFINITY), 400, "temperature"),
+    (completion(temperature=True), 400, "temperature"),
+    (completion(top_p=0), 400, "top_p"),
+    (completion(top_p=1.1), 400, "top_p"),
+    (completion(top_p=NAN), 400, "top_p"),
+    (completion(top_k=-2), 400, "top_k"),
+    (completion(top_k=1.5), 400, "top_k"),
+    (completion(min_p=-0.1), 400, "min_p"),
+    (completion(min_p=1.5), 400, "min_p"),
+    (completion(presence_penalty=2.5), 400, "presence_penalty"),
+    (completion(frequency_penalty=-2.5), 400, "frequency_penalty"),
+    (completion(frequency_penalty=NAN), 400, "frequency_penalty"),
+    (completion(repetition_penalty=0), 400, "repetition_penalty"),
+    (completion(repetition_penalty=-1), 400, "repetition_penalty"),
+    (completion(seed="lucky"), 400, "seed"),
+    (completion(seed=2**64), 400, "seed"),
+    (completion(seed=1.5), 400, "seed"),
+    (completion(n=0), 400, "n"),
+    (completion(n=-1), 400, "n"),
+    (completion(n=129), 400, "n"),
+    (completion(n="two"), 400, "n"),
+    (completion(best_of=3), 400, "best_of"),
+    (completion(use_beam_search=True), 400, "use_beam_search"),
+    (completion(logit_bias={"abc": 1}), 400, "logit_bias"),
+    (completion(logit_bias={"-1": 1}), 400, "logit_bias"),
+    (completion(logit_bias={" 5": 1}), 400, "logit_bias"),
+    (completion(logit_bias={"5": "much"}), 400, "logit_bias.5"),
+    (completion(logit_bias={"5": 101}), 400, "logit_bias"),
+    (completion(logit_bias={"5": NAN}), 400, "logit_bias[5]"),
+    (completion(logit_bias={str(SAVED_VOCABULARY): 1}), 400, "logit_bias"),
+    (completion(logit_bias={"9" * 50: 1}), 400, "logit_bias"),
+    (completion(logit_bias=[1]), 400, "logit_bias"),
+    # stopping
+    (completion(stop=5), 400, "stop"),
+    (completion(stop=""), 400, "stop"),
+    (completion(stop=["a", ""]), 400, "stop"),
+    (completion(stop=["a", 1]), 400, "stop"),
+    (completion(stop=["x"] * 65), 400, "stop"),
+    (completion(stop_token_ids=[-1]), 400, "stop_token_ids[0]"),
+    (completion(stop_token_ids=[SAVED_VOCABULARY]), 400, "stop_token_ids"),
+    (completion(stop_token_ids=["x"]), 400, "stop_token_ids[0]"),
+    (completion(stop_token_ids=7), 400, "stop_token_ids"),
+    (completion(ignore_eos="yes"), 400, "ignore_eos"),
+    (completion(include_stop_str_in_output=1), 400, "include_stop_str_in_output"),
+    (completion(skip_special_tokens="no"), 400, "skip_special_tokens"),
+    # log probabilities
+    (completion(logprobs=-1), 400, "logprobs"),
+    (completion(logprobs=21), 400, "logprobs"),
+    (completion(logprobs=True), 400, "logprobs"),
+    (completion(logprobs="x"), 400, "logprobs"),
+    (chat(logprobs=3), 400, "logprobs"),
+    (chat(top_logprobs=2), 400, "top_logprobs"),
+    (chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (chat(logprobs=True, top_logprobs=-1), 400, "top_logprobs"),
+    (completion(echo="please"), 400, "echo"),
+    # streams
+    (completion(stream="yes"), 400, "stream"),
+    (completion(stream_options={"include_usage": True}), 400, "stream_options"),
+    (chat(stream=False, stream_options={}), 400, "stream_options"),
+    (chat(stream=True, stream_options=5), 400, "stream_options"),
+    (chat(stream=True, stream_options={"include_usage": "x"}), 400, "stream_options.include_usage"),
+    (completion(stream=True, temperature=-1), 400, "temperature"),
+    (completion(stream=True, logit_bias={str(SAVED_VOCABULARY): 1}), 400, "logit_bias"),
+    # messages
+    (without(chat(), "messages"), 400, "messages"),
+    (messages(), 400, "messages"),
+    (chat(messages="Hi"), 400, "messages"),
+    (chat(messages={"role": "user"}), 400, "messages"),
+    (messages("Hi"), 400, "messages[0]"),
+    (messages({"content": "Hi"}), 400, "messages[0].role"),
+    (messages({"role": "alien", "content": "Hi"}), 400, "messages[0].role"),
+    (messages({"role": 5, "content": "Hi"}), 400, "messages[0].role"),
+    (messages({"role": "user"}), 400, "messages[0].content"),
+    (messages(USER, {"role": "user", "content": None}), 400, "messages[1].content"),
+    (messages({"role": "user", "content": 5}), 400, "messages[0].content"),
+    (messages({"role": "user", "content": {"text": "Hi"}}), 400, "messages[0].content"),
+    (messages({"role": "user", "content": ["Hi"]}), 400, "messages[0].content[0]"),
+    (messages({"role": "user", "content": [{"type": "text"}]}), 400, "messages[0].content[0].text"),
+    (
+        messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}),
+        400,
+        "messages[0].content[0].type",
+    ),
+    (messages({"role": "assistant", "tool_calls": [{"id": "x"}]}, USER), 400, "messages[0].tool_calls[0].function"),
+    (messages({"role": "assistant", "tool_calls": "f"}), 400, "messages[0].tool_calls"),
+    (
+        messages({**USER, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}),
+        400,
+        "messages[0].tool_calls",
+    ),
+    (messages({"role": "user", "content": "river " * 2000}), 400, "messages"),
+    (chat(continue_final_message=True, add_generation_prompt=True), 400, "continue_final_message"),
+    (chat(chat_template_kwargs=[]), 400, "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"tokenize": True}), 400, "chat_template_kwargs"),
+    (chat(chat_template="{{ x }}"), 400, "chat_template"),
+    # tools
+    (chat(tools="f"), 400, "tools"),
+    (chat(tools=[{"type": "function"}]), 400, "tools[0].function"),
+    (chat(tools=[{"type": "magic", "function": {"name": "f"}}]), 400, "tools[0].type"),
+    (chat(tools=[{"type": "function", "function": {"name": "no spaces"}}]), 400, "tools[0].function.name"),
+    (
+        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 5}}]),
+        400,
+        "tools[0].function.parameters",
+    ),
+    (chat(tools=[TOOL, TOOL]), 400, "tools[1].function.name"),
+    (chat(tool_choice="required"), 400, "tool_choice"),
+    (chat(tools=[TOOL], tool_choice="maybe"), 400, "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "function"}), 400, "tool_choice"),
+    (
+        chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
+        400,
+        "tool_choice.function.name",
+    ),
+    (
+        chat(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "banana"}}}],
+            tool_choice="required",
+        ),
+        400,
+        "tools",
+    ),
+    (chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400, "response_format"),
+    (chat(functions=[{"name": "f"}]), 400, "functions"),
+    # formats
+    (chat(response_format=7), 400, "response_format"),
+    (chat(response_format={}), 400, "response_format.type"),
+    (chat(response_format={"type": "banana"}), 400, "response_format.type"),
+    (chat(response_format={"type": "json_schema"}), 400, "response_format"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        400,
+        "response_format.json_schema.schema",
+    ),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}),
+        400,
+        "response_format",
+    ),
+    (completion(guided_regex="("), 400, "guided_regex"),
+    (completion(guided_json="{not json"), 400, "guided_json"),
+    (completion(guided_choice=[]), 400, "guided_choice"),
+    (completion(guided_choice=[1]), 400, "guided_choice[0]"),
+    (completion(guided_regex="a", guided_choice=["b"]), 400, "guided_choice"),
+    (completion(structured_outputs={}), 400, "structured_outputs"),
+    (completion(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs"),
+    # known and not supported
+    (chat(modalities=["text", "audio"]), 400, "modalities"),
+    (chat(audio={"voice": "x"}), 400, "audio"),
+    (chat(prediction={"type": "content"}), 400, "prediction"),
+    (chat(web_search_options={}), 400, "web_search_options"),
+    (completion(prompt_logprobs=1), 400, "prompt_logprobs"),
+    # other fields
+    (completion(priority="high"), 400, "priority"),
+    (completion(priority=2**40), 400, "priority"),
+    (completion(cache_salt=""), 400, "cache_salt"),
+    (completion(cache_salt=5), 400, "cache_salt"),
+    (completion(user=5), 400, "user"),
+    (completion(model=5), 400, "model"),
+    (completion(model="no-such-model"), 404, "model"),
+    (chat(model="no/such/model"), 404, "model"),
+    # tokens
+    (("/tokenize", {}), 400, "prompt"),
+    (("/tokenize", {"prompt": 5}), 400, "prompt"),
+    (("/tokenize", {"prompt": "x", "messages": [USER]}), 400, "prompt"),
+    (("/tokenize", {"model": "other", "prompt": "x"}), 404, "model"),
+    (("/detokenize", {}), 400, "tokens"),
+    (("/detokenize", {"tokens": "x"}), 400, "tokens"),
+    (("/detokenize", {"tokens": [-1]}), 400, "tokens[0]"),
+    (("/detokenize", {"tokens": [SAVED_VOCABULARY]}), 400, "tokens"),
+    (("/detokenize", {"tokens": [1.5]}), 400, "tokens[0]"),
+    # bodies that are no request at all
+    ((CHAT, b""), 400, None),
+    ((CHAT, b"not json"), 400, None),
+    ((CHAT, b'{"model": '), 400, None),
+    ((CHAT, b"[]"), 400, None),
+    ((CHAT, b"null"), 400, None),
+    ((COMPLETIONS, b'"text"'), 400, None),
+    ((COMPLETIONS, b"[" * 100_000 + b"]" * 100_000), 400, None),
+    ((COMPLETIONS, b'{"prompt":' + b'{"a":' * 5000 + b"1" + b"}" * 5001), 400, None),
+    ((COMPLETIONS, b'{"prompt": "broken \\ud83d text"}'), 400, None),
+    ((COMPLETIONS, b'{"prompt": "x", "stop": "\\udc00"}'), 400, None),
+    ((COMPLETIONS, b'{"prompt": "bad utf-8 \xff"}'), 400, None),
+    ((COMPLETIONS, b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}"), 400, None),
+    ((COMPLETIONS, b'{"prompt": "' + b"x" * 300_000 + b'"}'), 413, None),
+]
+
+
+def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return client.post(path, content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "param"), BAD, ids=[f"{status}-{param}-{n}" for n, (_, status, param) in enumerate(BAD)]
+)
+def test_bad_input_is_refused_by_name_and_harms_nobody(
+    client: httpx.Client, request_: tuple[str, Any], status: int, param: str | None
+) -> None:
+    answer = post(client, *request_)
+    assert answer.status_code == status, answer.text[:500]
+    error = ErrorResponse.model_validate(answer.json()).error
+    assert error.param == param, error
+    assert len(answer.content) < 6000
+    assert "Traceback" not in error.message
+    assert "/minivllm/" not in error.message
+    assert post(client, *completion(max_tokens=1)).status_code == 200
+
+
+def test_the_table_has_at_least_sixty_rows() -> None:
+    assert len(BAD) >= 60
+
+
+def test_over_long_prompt_is_told_both_numbers(client: httpx.Client) -> None:
+    message = post(client, *completion(prompt=[5] * 1500)).json()["error"]["message"]
+    assert "1500" in message
+    assert "1024" in message
+
+
+def test_many_errors_are_listed_ten_at_most(client: httpx.Client) -> None:
+    names = [
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "echo",
+        "user",
+        "logprobs",
+        "priority",
+        "model",
+    ]
+    message = post(client, *completion(**{name: [{}] for name in names})).json()["error"]["message"]
+    assert message.count("(got ") == 10
+    assert message.endswith("and 2 more")
+
+
+def test_giant_values_are_not_echoed(client: httpx.Client) -> None:
+    for fields in ({"temperature": "x" * 100_000}, {"max_tokens": list(range(20_000))}, {"model": "m" * 100_000}):
+        answer = post(client, *completion(**fields))
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 1500
+
+
+def test_body_that_is_not_declared_as_json_is_refused(client: httpx.Client) -> None:
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
+        answer = client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
+        assert answer.status_code == 415
+        assert ErrorResponse.model_validate(answer.json()).error.code == "unsupported_media_type"
+
+
+def test_too_large_body_is_refused_without_its_length_announced(client: httpx.Client) -> None:
+    def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * 10_000
+
+    answer = client.post(COMPLETIONS, content=pieces(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert "200000" in ErrorResponse.model_validate(answer.json()).error.message
+
+
+def test_null_is_as_good_as_silence(client: httpx.Client) -> None:
+    from minivllm.actors.openai.protocol import ChatCompletionRequest, CompletionRequest
+
+    for (path, body), kind in ((completion(), CompletionRequest), (chat(), ChatCompletionRequest)):
+        required = {"prompt", "messages", "model"}
+        nulls = {name: None for name in kind.model_fields if name not in required}
+        answer = post(client, path, {**body, **nulls, "temperature": 0})
+        assert answer.status_code == 200, answer.text
+
+
+def test_unknown_fields_and_harmless_values_of_unsupported_ones_are_accepted(client: httpx.Client) -> None:
+    extra = {"made_up": {"a": [1]}, "suffix": "", "use_beam_search": False, "service_tier": "auto", "user": "me"}
+    assert post(client, *completion(**extra)).status_code == 200
+    extra = {"made_up": 1, "metadata": {"a": "b"}, "store": False, "modalities": ["text"], "functions": []}
+    assert post(client, *chat(**extra)).status_code == 200

@@ -1,0 +1,187 @@
+"""Tools: what the model is told, what it is made to write, and what of its text becomes calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from minivllm.actors.openai.responses import ChatCompletionChunk, ChatCompletionResponse
+from minivllm.core.tokenizer import Tokenizer
+from tests.http.stand_ins import ScriptedRunner
+from tests.http.streams import read_stream
+
+PATH = "/v1/chat/completions"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+COUNT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
+
+
+TOOLS = [tool("weather", CITY), tool("count", COUNT)]
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def ask(client: httpx.Client, content: str = "Hi", **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": content}], "tools": TOOLS, "max_tokens": 100, **fields}
+    answer = client.post(PATH, json=body)
+    assert answer.status_code == 200, answer.text
+    ChatCompletionResponse.model_validate(answer.json())
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    assert streamed_choice(client, body) == without_ids(choice)
+    return choice
+
+
+def without_ids(choice: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+    message = choice["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert all(call["id"] and call["type"] == "function" for call in message.get("tool_calls", []))
+    return message["content"] or "", calls, choice["finish_reason"]
+
+
+def streamed_choice(client: httpx.Client, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+    """The same, put together from a stream as clients do it."""
+    content, reason = "", ""
+    calls: list[list[str]] = []
+    for chunk in read_stream(client, PATH, body).chunks:
+        ChatCompletionChunk.model_validate(chunk)
+        [choice] = chunk["choices"]
+        content += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return content, [(name, arguments) for name, arguments in calls], reason
+
+
+@pytest.fixture
+def replies(runner: ScriptedRunner) -> Iterator[dict[str, str]]:
+    kept = dict(runner.replies)
+    yield runner.replies
+    runner.replies.clear()
+    runner.replies.update(kept)
+
+
+def test_a_call_becomes_a_call(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
+    replies["weather?"] = f"I look.\n{ROME}"
+    choice = ask(scripted_client, "weather?")
+    assert without_ids(choice) == ("I look.", [("weather", '{"city": "Rome"}')], "tool_calls")
+
+
+def test_several_calls_become_several_or_one_as_asked(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
+    replies["weather?"] = ROME + "\n" + ROME
+    choice = ask(scripted_client, "weather?")
+    assert choice["message"]["content"] is None
+    assert without_ids(choice)[1] == [("weather", '{"city": "Rome"}')] * 2
+    assert without_ids(ask(scripted_client, "weather?", parallel_tool_calls=False))[1] == [
+        ("weather", '{"city": "Rome"}')
+    ]
+
+
+def test_an_answer_without_calls_is_text(scripted_client: httpx.Client) -> None:
+    assert without_ids(ask(scripted_client, "REPLY-SHORT")) == ("Yes.", [], "stop")
+
+
+def test_nothing_is_parsed_without_tools_or_with_choice_none(
+    scripted_client: httpx.Client, replies: dict[str, str]
+) -> None:
+    replies["weather?"] = ROME
+    for fields in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        assert without_ids(ask(scripted_client, "weather?", **fields)) == (ROME, [], "stop")
+
+
+def test_a_call_cut_anywhere_ends_with_length(
+    scripted_client: httpx.Client, replies: dict[str, str], tokenizer: Tokenizer
+) -> None:
+    replies["weather?"] = ROME
+    calls_seen = 0
+    for max_tokens in range(1, len(tokenizer.encode(ROME))):
+        choice = ask(scripted_client, "weather?", max_tokens=max_tokens)
+        content, calls, reason = without_ids(choice)
+        assert reason == "length"
+        calls_seen += len(calls)
+        if calls:
+            [(name, arguments)] = calls
+            assert (content, name) == ("", "weather")
+            assert '{"city": "Rome"}'.startswith(arguments)
+        else:
+            assert ROME.startswith(content)
+    assert calls_seen > 3
+
+
+def test_llama_calls_are_read_when_the_template_speaks_of_them(
+    scripted_client: httpx.Client, replies: dict[str, str], tokenizer: Tokenizer
+) -> None:
+    replies["weather?"] = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    kept = tokenizer.hf_tokenizer.chat_template
+    try:
+        tokenizer.hf_tokenizer.chat_template = "<|python_tag|>{{ tools }}" + kept
+        assert without_ids(ask(scripted_client, "weather?"))[1] == [("weather", '{"city": "Rome"}')]
+    finally:
+        tokenizer.hf_tokenizer.chat_template = kept
+
+
+def test_the_model_is_told_of_the_tools(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    """In the system message, where the template has no place for them; by the template, where it has."""
+
+    def prompt(messages: list[dict[str, Any]]) -> str:
+        ids = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    question = {"role": "user", "content": "Hi"}
+    text = prompt([{"role": "system", "content": "Be brief."}, question])
+    assert text.index("Be brief.") < text.index("Does weather.") < text.index("Hi")
+    assert text.count("<|im_start|>system") == 1
+    assert "Does count." in prompt([question])
+    kept = tokenizer.hf_tokenizer.chat_template
+    try:
+        tokenizer.hf_tokenizer.chat_template = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}"
+        assert prompt([question]) == "[weather][count]"
+    finally:
+        tokenizer.hf_tokenizer.chat_template = kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_required_makes_any_model_call(client: httpx.Client, seed: int) -> None:
+    """This one is random, so it would never do it on its own."""
+    choice = ask(client, tool_choice="required", temperature=1, seed=seed, max_tokens=200)
+    assert choice["finish_reason"] == "tool_calls"
+    [(name, arguments)] = without_ids(choice)[1]
+    jsonschema.validate(json.loads(arguments), {"weather": CITY, "count": COUNT}[name])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_named_function_is_called(client: httpx.Client, seed: int) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    choice = ask(client, tool_choice=named, temperature=1, seed=seed, max_tokens=200)
+    assert choice["finish_reason"] == "stop"
+    [(name, arguments)] = without_ids(choice)[1]
+    assert name == "weather"
+    jsonschema.validate(json.loads(arguments), CITY)
+
+
+def test_a_function_without_parameters_can_be_forced(client: httpx.Client) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        found = ask(client, tools=[tool("now")], tool_choice=choice, temperature=1, seed=1)
+        [(name, arguments)] = without_ids(found)[1]
+        assert (name, json.loads(arguments)) == ("now", {})
+
+
+def test_a_list_of_calls_is_possible_when_asked_for(client: httpx.Client) -> None:
+    fields = {"tool_choice": "required", "parallel_tool_calls": True, "temperature": 1, "seed": 1, "max_tokens": 60}
+    calls = without_ids(ask(client, **fields))[1]
+    assert calls
+    assert {name for name, _ in calls} <= {"weather", "count"}
