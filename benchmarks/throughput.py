@@ -1,0 +1,87 @@
+"""Offline throughput: output tokens a second when many requests come at once.
+
+    python -m benchmarks.throughput [--work reference] [--quantization int8] [--peer-python PATH --peer-model FOLDER]
+
+Works: `reference` (64 ragged requests), `even` (64 of 256 in and 128 out), `shared` (64 with 400 common tokens, prefix
+caching on), `one` (a single stream).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import (
+    WORKS,
+    Measurement,
+    Request,
+    arguments,
+    print_environment,
+    print_table,
+    quiet,
+    run_ours,
+    run_peer,
+    write_json,
+)
+
+
+def measure(
+    work: str, *, quantizations: Sequence[str | None], dtype: str, repeats: int, peers: Sequence[tuple[str, str]], model: str
+) -> list[Measurement]:
+    """Ours in each quantization, then the peers, given as (engine, its Python)."""
+    requests: list[Request] = WORKS[work]()
+    caching = work == "shared"
+    found = []
+    for quantization in quantizations:
+        settings: dict[str, Any] = {"dtype": dtype, "enable_prefix_caching": caching}
+        if quantization:
+            settings["quantization"] = quantization
+        with quiet():
+            found.append(run_ours(work, requests, repeats, **settings))
+    for engine, python in peers:
+        found.append(run_peer(engine, python, model, work, requests, prefix_caching=caching))
+    return found
+
+
+def report(found: Sequence[Measurement]) -> None:
+    rows = []
+    peers = [one for one in found if one.engine != "minivllm"]
+    for one in found:
+        ratios = [f"{one.tokens_per_second / peer.tokens_per_second:.2f} x {peer.engine}" for peer in peers if peer is not one]
+        first = sorted(one.first_token)
+        median = f"{first[len(first) // 2]:.2f}" if first else "-"
+        ratio = ", ".join(ratios) if one.engine == "minivllm" else ""
+        rows.append((one.engine, one.settings, one.work, one.tokens_per_second, f"{one.seconds:.2f}", median, ratio))
+    header = ("engine", "settings", "work", "tokens/s", "seconds", "median to first token", "ratio")
+    print_table(header, rows)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--work", choices=WORKS, action="append", help="may be given several times")
+    parser.add_argument("--quantization", choices=["none", "int8", "both"], default="none")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=2, help="of ours; the best counts")
+    options = parser.parse_args()
+    chosen: dict[str, list[str | None]] = {"none": [None], "int8": ["int8"], "both": [None, "int8"]}
+    peers = [("vllm", options.peer_python)] if options.peer_python else []
+    if options.transformers_python:
+        peers.append(("transformers", options.transformers_python))
+    print_environment()
+    found = []
+    for work in options.work or ["reference"]:
+        measured = measure(
+            work,
+            quantizations=chosen[options.quantization],
+            dtype=options.dtype,
+            repeats=options.repeats,
+            peers=peers,
+            model=options.peer_model or "",
+        )
+        report(measured)
+        found += measured
+    write_json(options.json, "throughput", found)
+
+
+if __name__ == "__main__":
+    main()
