@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -17,8 +22,10 @@ from minivllm.actors.messages import EngineSnapshot
 from minivllm.actors.prometheus import REJECTION_REASONS, render_prometheus
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.stats import EngineStats
+from tests.conftest import Served
 
 ROOT = Path(__file__).parents[1]
+DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 README = (ROOT / "README.md").read_text()
 
 
@@ -67,6 +74,36 @@ def test_curl_example_sends_json() -> None:
     assert bodies
     for body in bodies:
         assert json.loads(body)["model"] == AppArgs().model
+
+
+def test_curl_example_gets_its_answer(served: Served) -> None:
+    [command] = code_blocks("bash")
+    words = shlex.split(command.replace("\\\n", " ").replace(DEFAULT_ADDRESS, served.base_url))
+    assert words[0] == "curl"
+    options = list(zip(words[2::2], words[3::2], strict=True))
+    headers = dict(value.split(": ", 1) for option, value in options if option == "-H")
+    [body] = [value for option, value in options if option == "-d"]
+    answer = httpx.post(words[1], headers=headers, content=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("source", code_blocks("python"))
+def test_python_examples_run_word_for_word(source: str, served: Served) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", source.replace(DEFAULT_ADDRESS, served.base_url)],
+        # RAY_ADDRESS: what `address="auto"` finds by itself where only one Ray runs. OMP_WAIT_POLICY: the example
+        # shares the cores with the application, so its threads had better not wait for each other in a loop.
+        env={**os.environ, "RAY_ADDRESS": served.cluster.address, "OMP_WAIT_POLICY": "passive"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    if "capital of France" in source:
+        assert "Paris" in done.stdout
 
 
 def test_links_lead_somewhere() -> None:
