@@ -171,8 +171,8 @@ def _load_weights(
             model = AutoModelForCausalLM.from_pretrained(
                 location.path, config=model_config, **common, **placement, **_where(location)
             )
-    # A GGUF file keeps some tensors in float32 whatever was asked for.
-    loaded: PreTrainedModel = model.to(dtype).eval().requires_grad_(False)
+    # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which stay in float32 in any model.
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 
 

@@ -111,6 +111,12 @@ def test_a_cuda_device_that_is_not_there_is_refused() -> None:
         choose_device("cuda:31")
 
 
+def test_rotary_frequencies_are_not_rounded_with_the_weights(llama: Path) -> None:
+    exact, rounded = (load_model(config_for(llama, dtype=dtype)).model for dtype in ("float32", "bfloat16"))
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
+    assert torch.equal(exact.model.rotary_emb.inv_freq, rounded.model.rotary_emb.inv_freq)
+
+
 def test_an_unknown_attention_backend_names_the_known_ones(llama: Path) -> None:
     layers = load_model(config_for(llama)).layers
     with pytest.raises(ModelLoadError, match=r"'fast' is none of auto.*reference"):
