@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPLIES = {
     "REPLY-SHORT": "Yes.",
     "REPLY-LONG": "The quick brown fox jumps over the lazy dog, then it sleeps in the warm sun all day long.",
-    "REPLY-UNICODE": "naïve café: 你好，世界 🦊👩‍👩‍👧 e\u0301 שלום ✓",
+    "REPLY-UNICODE": "naïve café: 你好世界 🦊👩‍👩‍👧 e\u0301 שלום ✓",
 }
 
 
