@@ -126,11 +126,21 @@ def _least_of_first(logits: torch.Tensor, counts: Items[int]) -> Logits:
 def _not_below(logits: torch.Tensor, bounds: Logits) -> list[tuple[IdArray, Logits]]:
     """(ids ascending, logits) of the tokens of each row that reach its bound."""
     if logits.device.type == "cpu":
-        found = []
-        for row, bound in zip(logits.numpy(), bounds, strict=True):
-            ids = np.flatnonzero(row >= bound)
-            found.append((ids, row[ids]))
-        return found
+        return _not_below_on_cpu(logits.numpy(), bounds)
+    return _not_below_on_device(logits, bounds)
+
+
+def _not_below_on_cpu(logits: Logits, bounds: Logits) -> list[tuple[IdArray, Logits]]:
+    """Row by row, where numpy is several times faster than torch's search through the whole."""
+    found = []
+    for row, bound in zip(logits, bounds, strict=True):
+        ids = np.flatnonzero(row >= bound)
+        found.append((ids, row[ids]))
+    return found
+
+
+def _not_below_on_device(logits: torch.Tensor, bounds: Logits) -> list[tuple[IdArray, Logits]]:
+    """All rows in one search, so that little is copied, and once."""
     places = (logits >= torch.from_numpy(bounds).to(logits.device)[:, None]).nonzero(as_tuple=True)
     values = logits[places].cpu().numpy()
     row_of, ids = places[0].cpu().numpy(), places[1].cpu().numpy()

@@ -15,7 +15,7 @@ from minivllm.core import sampler as sampler_module
 from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import SampleResult
 from minivllm.core.sampler import Sampler
-from minivllm.core.sampler_filters import has_filter, keep, likeliest
+from minivllm.core.sampler_filters import _not_below_on_cpu, _not_below_on_device, has_filter, keep, likeliest
 from minivllm.core.sampler_math import BLOCK, Workspace, block_argmax, draw_from_all, weigh
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
@@ -84,6 +84,19 @@ def test_the_likeliest_tokens_are_in_order_with_ties_by_id(width: int, seed: int
         expected = np.lexsort((np.arange(width), -plain))[: counts[row]]
         assert ids.tolist() == expected.tolist()
         assert values.tolist() == plain[expected].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32))
+def test_an_accelerator_and_a_cpu_find_the_same_tokens(rows: int, width: int, seed: int) -> None:
+    """The two searches, both on this machine; rows without a hit included."""
+    logits = random_logits(rows, width, seed).round()
+    bounds = random_logits(1, rows, seed + 1)[0].numpy() + 3
+    on_cpu = _not_below_on_cpu(logits.numpy(), bounds)
+    on_device = _not_below_on_device(logits, bounds)
+    for (ids, values), (other_ids, other_values) in zip(on_cpu, on_device, strict=True):
+        assert ids.tolist() == other_ids.tolist()
+        assert values.tolist() == other_values.tolist()
 
 
 # -- filters -------------------------------------------------------------------------------------
