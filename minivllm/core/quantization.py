@@ -77,6 +77,23 @@ def pack_projections(model: nn.Module, number_format: NumberFormat) -> int:
     return count
 
 
+class TorchInt8Projection(nn.Module):
+    """Stands in for an `nn.Linear`: weights in 8 bits by column, activations in 8 bits on the fly, by torch."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, dtype=linear.weight.dtype)
+        self.bias = None
+        # torch's own knows no other activations than float32. The attribute is where it looks for what to do.
+        linear.float()
+        setattr(linear, "qconfig", torch.ao.quantization.per_channel_dynamic_qconfig)  # noqa: B010
+        self._inner: nn.Module = torch.ao.nn.quantized.dynamic.Linear.from_float(linear)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._inner(states.float()).to(states.dtype)
+        return output
+
+
 def quantize_with_torch(model: Any) -> None:
     """Replaces every `nn.Linear` by torch's dynamic one: weights in 8 bits by column, activations on the fly.
 
@@ -85,19 +102,11 @@ def quantize_with_torch(model: Any) -> None:
     """
     if "x86" in torch.backends.quantized.supported_engines:
         torch.backends.quantized.engine = "x86"
-    model.float()  # It knows no other type of activations.
     try:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
-                    setattr(parent, name, _torch_int8(child))
+                    setattr(parent, name, TorchInt8Projection(child))
     except RuntimeError as error:
         raise ModelLoadError(f"quantization='int8': torch cannot do it on this CPU ({error})") from error
     logger.info("projections in 8 bits by torch (%s)", torch.backends.quantized.engine)
-
-
-def _torch_int8(linear: nn.Linear) -> nn.Module:
-    # The name under which torch's quantization looks for what to do.
-    setattr(linear, "qconfig", torch.ao.quantization.per_channel_dynamic_qconfig)  # noqa: B010
-    quantized: nn.Module = torch.ao.nn.quantized.dynamic.Linear.from_float(linear)
-    return quantized

@@ -7,8 +7,9 @@
 //   Float    weights bfloat16, activations and sums float32. Any CPU.
 //   Int16    both in 16 bits, sums exact in 32 bits. For CPUs whose integer units are faster than their bfloat16 ones.
 //            Weights are scaled by column to +-8191. Activations are scaled by row as far as 16 bits reach and as no sum
-//            can overflow: |a . w| <= |a| |w| (Cauchy-Schwarz), and the largest |w| of the matrix is known. Products
-//            come out closer to those of float32 than those of bfloat16 do, and do not depend on the order of sums.
+//            can overflow: |a . w| <= |a| |w| (Cauchy-Schwarz), and the largest |w| of the matrix is known. A deep
+//            product is cut into stretches of K, each summed so, and the sums added in float32. Products come out
+//            closer to those of float32 than those of bfloat16 do, and the same whatever other rows there are.
 //   Int8     both in 8 bits, scaled by column and by row (quantization: int8).
 #pragma once
 
@@ -39,12 +40,20 @@ struct Linear {
     const float* bias;               // (columns) or null
     int64_t columns;
     int64_t depth;                   // K, a multiple of 4
-    float largest_norm;              // Int16: the largest |w| of a column, in quantized units
+    float largest_norm;              // Int16: the largest |w| of a column's stretch, in quantized units
     Format format;
 };
 
 inline int words_of(Format format, int64_t depth) {
     return (int)(format == Format::Float ? depth : format == Format::Int16 ? depth / 2 : depth / 4);
+}
+
+constexpr int64_t LONGEST_STRETCH = 768;
+
+// Int16: how many stretches K is cut into, all but the last `stretch_length` long.
+inline int64_t stretch_length(int64_t depth) {
+    const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
+    return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
 }
 
 inline int64_t panel_bytes(Format format, int64_t depth) {
@@ -64,24 +73,31 @@ inline float pack_row(Format format, float largest_norm, const float* row, int64
         std::memcpy(words, row, depth * sizeof(float));
         return 1.0f;
     }
-    f32x16 peaks = {}, squares = {};
-    int64_t i = 0;
-    for (; i + LANES <= depth; i += LANES) {
-        f32x16 x = load<f32x16>(row + i);
-        peaks = maximum(peaks, absolute(x));
-        squares += x * x;
-    }
-    float peak = largest(peaks), square = sum(squares);
-    for (; i < depth; ++i) {
-        peak = std::max(peak, std::fabs(row[i]));
-        square += row[i] * row[i];
+    float peak = 0, square = 0;  // the latter of the largest stretch
+    const int64_t stretch = format == Format::Int16 ? stretch_length(depth) : depth;
+    for (int64_t first = 0; first < depth; first += stretch) {
+        const int64_t last = std::min(depth, first + stretch);
+        f32x16 peaks = {}, squares = {};
+        int64_t i = first;
+        for (; i + LANES <= last; i += LANES) {
+            f32x16 x = load<f32x16>(row + i);
+            peaks = maximum(peaks, absolute(x));
+            squares += x * x;
+        }
+        float own = sum(squares);
+        peak = std::max(peak, largest(peaks));
+        for (; i < last; ++i) {
+            peak = std::max(peak, std::fabs(row[i]));
+            own += row[i] * row[i];
+        }
+        square = std::max(square, own);
     }
     if (!(peak > 0)) peak = 1e-30f;
     float scale = peak / (format == Format::Int16 ? 32767.0f : 127.0f);
     // A little below 2^31: rounding adds to the norms.
     if (format == Format::Int16) scale = std::max(scale, std::sqrt(square) * largest_norm / 2.1e9f);
     const float factor = 1.0f / scale;
-    i = 0;
+    int64_t i = 0;
     if (format == Format::Int16) {
         int16_t* target = (int16_t*)words;
         typedef int16_t i16x16 __attribute__((vector_size(32)));
@@ -169,31 +185,44 @@ MINIVLLM_INLINE __m512i dot(__m512i sums, __m512i activations, __m512i weights) 
     return BYTES ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
 }
 
+// Int8: `tile` receives the sums, as whole numbers. Int16: the sums of all stretches, as floats.
 template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
-                                                       int64_t steps, Fetch fetch, int32_t* tile) {
-    __m512i sums[ROWS][2];
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
+                                                       int64_t steps, int64_t stretch, Fetch fetch, float* tile) {
     RowPointers<ROWS> rows(words, stride);
-    for (int64_t step = 0; step < steps; ++step) {
-        const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
-        panel += 128;
-        if (fetch.lines > 0) prefetch_far(fetch.address);
-        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-        fetch.address += 64 * fetch.lines;
+    for (int64_t first = 0; first < steps; first += stretch) {
+        __m512i sums[ROWS][2];
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
+        const int64_t count = std::min(stretch, steps - first);
+        for (int64_t step = 0; step < count; ++step) {
+            const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
+            panel += 128;
+            if (fetch.lines > 0) prefetch_far(fetch.address);
+            if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+            fetch.address += 64 * fetch.lines;
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; ++row) {
+                const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
+                sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
+                sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
+            }
+            rows.advance(1);
+        }
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
-            sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
-            sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                float* target = tile + row * PANEL + half * LANES;
+                if (BYTES) {
+                    _mm512_storeu_si512(target, sums[row][half]);
+                    continue;
+                }
+                f32x16 value = (f32x16)_mm512_cvtepi32_ps(sums[row][half]);
+                if (first > 0) value += load<f32x16>(target);
+                store(target, value);
+            }
         }
-        rows.advance(1);
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) {
-        _mm512_storeu_si512(tile + row * PANEL, sums[row][0]);
-        _mm512_storeu_si512(tile + row * PANEL + LANES, sums[row][1]);
     }
 }
 #endif
@@ -216,20 +245,21 @@ inline void multiply_block(const Linear& linear, const Activations& input, int64
         multiply_float<ROWS>(words, input.stride, data, linear.depth, fetch, tile);
     } else {
 #if defined(__AVX512VNNI__)
-        int32_t* sums = (int32_t*)tile;
         const bool bytes = linear.format == Format::Int8;
         const int64_t steps = words_of(linear.format, linear.depth);
         if (bytes)
-            multiply_integer<true, ROWS>(words, input.stride, data, steps, fetch, sums);
+            multiply_integer<true, ROWS>(words, input.stride, data, steps, steps, fetch, tile);
         else
-            multiply_integer<false, ROWS>(words, input.stride, data, steps, fetch, sums);
+            multiply_integer<false, ROWS>(words, input.stride, data, steps, stretch_length(linear.depth) / 2, fetch, tile);
         for (int half = 0; half < PANEL; half += LANES) {
-            const i32x16 offset = bytes ? load<i32x16>(linear.column_offset + column + half) : i32x16{};
             const f32x16 scale = load<f32x16>(linear.column_scale + column + half);
             for (int row = 0; row < ROWS; ++row) {
-                const i32x16 whole = load<i32x16>(sums + row * PANEL + half) - offset;
-                store(tile + row * PANEL + half,
-                      __builtin_convertvector(whole, f32x16) * (scale * splat(input.scales[first + row])));
+                float* target = tile + row * PANEL + half;
+                f32x16 value = load<f32x16>(target);
+                if (bytes)
+                    value = __builtin_convertvector(
+                        (i32x16)value - load<i32x16>(linear.column_offset + column + half), f32x16);
+                store(target, value * (scale * splat(input.scales[first + row])));
             }
         }
 #endif
@@ -337,6 +367,7 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
         const float factor = peak > 0 ? top / peak : 0.0f;
         int32_t total = 0;
         double square = 0;
+        const int64_t stretch = stretch_length(depth);
         for (int64_t k = 0; k < depth; ++k) {
             const float value = live ? row[k] : 0.0f;
             const int64_t at = (k / group * PANEL + column) * group + k % group;
@@ -346,7 +377,9 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
             }
             const long whole = std::lrint(value * factor);
             total += (int32_t)whole;
+            if (k % stretch == 0) square = 0;
             square += (double)whole * (double)whole;
+            *norm = std::max(*norm, (float)std::sqrt(square));
             if (format == Format::Int8)
                 ((int8_t*)data)[at] = (int8_t)whole;
             else
@@ -355,7 +388,6 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
         if (format == Format::Float) continue;
         scale[column] = peak > 0 ? peak / top : 0.0f;
         offset[column] = format == Format::Int8 ? 128 * total : 0;
-        *norm = std::max(*norm, (float)std::sqrt(square));
     }
 }
 

@@ -1,0 +1,207 @@
+"""The decoder in C++ against transformers in float32, for each kind of model it takes, and what falls back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from minivllm.core import model_body, native
+from minivllm.core.config import EngineConfig
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.native.packing import NumberFormat, apply, pack
+from minivllm.core.native.workspace import Workspace
+from tests.engine.running import WatchedRun, greedy
+from tests.engine.tiny_models import TINY, reference_logits, reference_model, save_tiny
+
+PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 40)), "c": [9], "d": list(range(60, 20, -1))}
+LLAMA_LIKE = [
+    "llama",
+    "llama-multi-query",
+    "qwen2",
+    "qwen2-window-in-upper-layers",
+    "qwen3",
+    "mistral",
+    "mistral-window",
+]
+# Of the logits' norm. In bfloat16 transformers itself is at 2e-2 to 4e-2 on these models.
+TOLERANCE = {None: 1.8e-2, "int8": 1.5e-1}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("native")
+    return {name: save_tiny(make_config(), root / name) for name, make_config in TINY.items()}
+
+
+def settings(folder: Path, **changes: object) -> EngineConfig:
+    values = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "num_threads": 2,
+        "block_size": 16,
+        "num_blocks": 40,
+        "max_num_batched_tokens": 17,
+    }
+    return EngineConfig(**{**values, **changes})
+
+
+def largest_error(run: WatchedRun, folder: Path) -> float:
+    """Of the logits of every token that was sampled, against float32 on the same (bfloat16) weights."""
+    reference = reference_model(folder, torch.bfloat16).float()
+    worst = 0.0
+    for request_id, prompt in PROMPTS.items():
+        wanted = reference_logits(reference, prompt + run.tokens[request_id])[len(prompt) - 1 : -1]
+        got = torch.stack(run.logits[request_id])
+        worst = max(worst, float((got - wanted).norm() / wanted.norm()))
+    return worst
+
+
+def run_prompts(config: EngineConfig) -> WatchedRun:
+    run = WatchedRun(config)
+    for request_id, prompt in PROMPTS.items():
+        run.add(request_id, prompt, greedy(10))
+    run.run()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [(name, None) for name in LLAMA_LIKE] + [("qwen2", "int8"), ("qwen3", "int8")]
+)
+def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
+    run = run_prompts(settings(folders[name], quantization=quantization))
+    assert run.engine.model_runner.body.name == "native"
+    assert largest_error(run, folders[name]) < TOLERANCE[quantization]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_small_blocks_confuse_the_decoder(block_size, folders):
+    run = run_prompts(settings(folders["qwen3"], block_size=block_size, num_blocks=400))
+    assert largest_error(run, folders["qwen3"]) < TOLERANCE[None]
+
+
+def test_biases_of_all_projections_are_forgotten(tmp_path):
+    config = LlamaConfig(
+        **{**TINY["llama"]().to_dict(), "attention_bias": True, "mlp_bias": True, "architectures": None}
+    )
+    save_tiny(config, tmp_path)
+    model = reference_model(tmp_path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    run = run_prompts(settings(tmp_path))
+    assert run.engine.model_runner.body.name == "native"
+    assert largest_error(run, tmp_path) < TOLERANCE[None]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("gemma2", None), ("phi3", None), ("gpt2", None), ("olmo2", None), ("phi3", "int8")]
+)
+def test_other_models_lose_their_meaning_to_packed_projections(name, quantization, folders):
+    run = run_prompts(settings(folders[name], quantization=quantization))
+    assert run.engine.model_runner.body.name == "transformers"
+    assert largest_error(run, folders[name]) < (3e-2 if quantization is None else 2.5e-1)
+
+
+def test_compile_off_still_uses_the_native_decoder(folders):
+    run = run_prompts(settings(folders["llama"], compile="off"))
+    assert run.engine.model_runner.body.name == "transformers"
+    assert largest_error(run, folders["llama"]) < 3e-2
+
+
+def test_without_a_compiler_nothing_works(folders, monkeypatch):
+    """Neither the decoder nor the attention nor 8 bits may need the library."""
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
+    for quantization in (None, "int8"):
+        run = run_prompts(settings(folders["llama"], quantization=quantization))
+        assert run.engine.model_runner.attention.name != "native"
+        assert largest_error(run, folders["llama"]) < (3e-2 if quantization is None else 1.5e-1)
+
+
+def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
+    from minivllm.core.native import build
+
+    build._load.cache_clear()
+    broken = tmp_path / "compiler"
+    broken.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    try:
+        assert build.library() is None
+        assert "no space left" in str(build.why_not())
+    finally:
+        build._load.cache_clear()
+
+
+def test_a_thread_takes_a_row_or_a_panel_twice(folders):
+    """Products of many sizes, more threads than cores, every number format, against float64."""
+    library = native.library()
+    assert library is not None
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for threads, rows, depth, width in ((1, 1, 4, 1), (2, 13, 64, 97), (5, 97, 36, 64), (3, 200, 576, 33)):
+            torch.set_num_threads(threads)
+            weight = torch.randn(width, depth, generator=generator).bfloat16().float()
+            bias = torch.randn(width, generator=generator)
+            states = torch.randn(rows, depth, generator=generator) * torch.rand(rows, 1, generator=generator) * 50
+            wanted = states.double() @ weight.double().T + bias
+            formats = [NumberFormat.FLOAT]
+            if library.minivllm_has_integer_dot():
+                formats += [NumberFormat.INT16, NumberFormat.INT8]
+            for number_format in formats:
+                packed = pack(library, weight, bias, number_format)
+                got = apply(library, Workspace(library), packed, states)
+                error = float((got - wanted).norm() / wanted.norm())
+                limit = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2}[number_format]
+                assert error < limit, (threads, rows, depth, width, number_format, error)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sums_in_16_bits_overflow():
+    """The worst there is: all weights and all activations at their limits, and outliers among small ones."""
+    library = native.library()
+    assert library is not None
+    if not library.minivllm_has_integer_dot():
+        assert model_body.number_format_for(torch.bfloat16, None) is not NumberFormat.INT16
+        return
+    outliers = torch.full((2, 4096), 0.3)
+    outliers[:, 7] = 1000.0
+    for weight, states in (
+        (torch.ones(32, 4096), torch.ones(3, 4096)),
+        (-torch.ones(32, 4096), torch.ones(3, 4096)),
+        (torch.ones(32, 4096), outliers),
+        (torch.zeros(32, 4096), torch.zeros(1, 4096)),
+    ):
+        packed = pack(library, weight, None, NumberFormat.INT16)
+        got = apply(library, Workspace(library), packed, states)
+        wanted = states.double() @ weight.double().T
+        assert torch.allclose(got.double(), wanted, rtol=3e-3, atol=1e-9)
+
+
+def test_results_depend_on_what_else_runs():
+    """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
+    library = native.library()
+    assert library is not None
+    generator = torch.Generator().manual_seed(0)
+    packed = pack(library, torch.randn(96, 128, generator=generator), None, NumberFormat.INT16)
+    states = torch.randn(50, 128, generator=generator)
+    together = apply(library, Workspace(library), packed, states)
+    alone = torch.cat([apply(library, Workspace(library), packed, row) for row in states.split(1)])
+    assert torch.equal(together, alone) or not library.minivllm_has_integer_dot()
+
+
+def test_quantization_on_a_device_without_it_is_ignored(folders):
+    config = settings(folders["llama"], quantization="int8")
+
+    class OnCuda:
+        device = torch.device("cuda")
+
+    with pytest.raises(ModelLoadError, match="quantization"):
+        model_body.choose_body(config, OnCuda(), None, None, 10)
