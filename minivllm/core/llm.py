@@ -309,13 +309,12 @@ def _as_conversations(messages: Items[Message] | Items[Items[Message]]) -> list[
 def _as_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    found = list(params) if isinstance(params, (list, tuple)) else [None]
-    if not all(isinstance(one, SamplingParams) for one in found):
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
         raise InvalidRequestError(
             "sampling_params: must be SamplingParams, or a list of them, one a prompt", param="sampling_params"
         )
-    if len(found) != count:
+    if len(params) != count:
         raise InvalidRequestError(
-            f"sampling_params: {len(found)} for {count} prompts; give one, or one a prompt", param="sampling_params"
+            f"sampling_params: {len(params)} for {count} prompts; give one, or one a prompt", param="sampling_params"
         )
-    return found
+    return list(params)

@@ -76,6 +76,16 @@ class Sampler:
         self._started_masks: GrammarMasks | None = None
         self._pending_masks: Future[GrammarMasks] | None = None
 
+    def warm_up(self) -> None:
+        """Loads what the first grammar would otherwise wait for: the tokenizer, and its vocabulary as a trie.
+
+        A model without a tokenizer is fine: its requests for structured output are refused, each by itself.
+        """
+        try:
+            self._grammars.load()
+        except MinivllmError as error:
+            logger.info("no structured output with this model: %s", error)
+
     # -- life of a sequence ------------------------------------------------------------------------
 
     def prepare(self, sequence: Sequence) -> None:
@@ -164,15 +174,17 @@ class Sampler:
         self._started_masks = self._join_masks()
         if not sequences:
             return []
-        logits = logits[:, : self.vocab_size]
+        with torch.inference_mode():
+            return self._sample(logits.detach()[:, : self.vocab_size], sequences)
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
+        """Plain greedy rows by one argmax; the others by the general path."""
         results: list[SampleResult | None] = [None] * len(sequences)
         others: list[int] = []
-        states: list[RowState | None] = []
         for row, sequence in enumerate(sequences):
             state = self._states.get(sequence)
             if state is None or not state.is_plain_greedy:
                 others.append(row)
-            states.append(state)
         if len(others) < len(sequences):
             self._sample_greedy(logits, others, results)
         if others:

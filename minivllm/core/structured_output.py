@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
-from minivllm.core.errors import InvalidRequestError, RequestFailedError
+from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ class GrammarCompiler:
         param = _PARAMS.get(structured_output.kind, "structured_outputs")
         try:
             grammar = _grammar_text(structured_output)
-            matcher = LLMatcher(self._load(), grammar, log_level=0, limits=_limits())
+            matcher = LLMatcher(self.load(), grammar, log_level=0, limits=_limits())
         except (ValueError, TypeError, RecursionError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
@@ -160,18 +160,29 @@ class GrammarCompiler:
         reason = matcher.get_error()
         raise _refusal(structured_output, param, "no text satisfies it" if "NoExtension" in reason else reason)
 
-    def _load(self) -> LLTokenizer:
+    def load(self) -> LLTokenizer:
+        """The vocabulary in the form that grammars need; made once.
+
+        Raises:
+            InvalidRequestError: the model has no tokenizer that it can be made from.
+        """
         if self._vocabulary is None:
-            tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
-            text = tokenizer.backend_json() if tokenizer is not None else None
-            if tokenizer is None or text is None:
+            try:
+                self._vocabulary = self._make_vocabulary()
+            except (ModelLoadError, ValueError) as error:
                 raise InvalidRequestError(
-                    "structured output needs a fast tokenizer, which this model lacks", param="response_format"
-                )
-            eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
-            width = max(self._vocab_size, tokenizer.vocab_size)
-            self._vocabulary = LLTokenizer(text, n_vocab=width, eos_token=eos or None)
+                    f"this model cannot do structured output: {_first_line(str(error))}", param="response_format"
+                ) from error
         return self._vocabulary
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
+        text = tokenizer.backend_json() if tokenizer is not None else None
+        if tokenizer is None or text is None:
+            raise ModelLoadError("it has no fast tokenizer")
+        eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
+        width = max(self._vocab_size, tokenizer.vocab_size)
+        return LLTokenizer(text, n_vocab=width, eos_token=eos or None)
 
     def masks(self, entries: Iterable[tuple[Sequence, GrammarState]]) -> GrammarMasks:
         """Masks of several sequences, computed in parallel and without the GIL.
@@ -197,7 +208,7 @@ class GrammarCompiler:
         """(len(matchers), bytes of one mask): one bit a token, lowest bit first."""
         if self._executor is None:
             self._executor = LLExecutor()
-        num_bytes = (self._load().vocab_size + 31) // 32 * 4
+        num_bytes = (self.load().vocab_size + 31) // 32 * 4
         bits = np.zeros((len(matchers), num_bytes), dtype=np.uint8)
         rows: list[tuple[LLMatcher, int]] = [(matcher, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, num_bytes, len(matchers))

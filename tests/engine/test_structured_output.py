@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minivllm.core.config import EngineConfig
-from minivllm.core.errors import InvalidRequestError, RequestFailedError
+from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from minivllm.core.sampler import Sampler
 from minivllm.core.sampling_params import SamplingParams, StructuredOutput
 from minivllm.core.sequence import Sequence
@@ -250,6 +250,16 @@ def test_a_bad_grammar_is_refused_by_field_and_leaves_nothing(
     assert not sampler._states
 
 
-def test_without_a_fast_tokenizer_structured_output_is_refused() -> None:
+def no_tokenizer() -> Tokenizer:
+    raise ModelLoadError("there is none")
+
+
+@pytest.mark.parametrize("source", [None, no_tokenizer])
+def test_without_a_tokenizer_structured_output_is_refused_and_all_else_works(source: Any) -> None:
+    sampler = Sampler(100, frozenset({EOS}), tokenizer=source)
+    sampler.warm_up()
     with pytest.raises(InvalidRequestError):
-        Sampler(100, frozenset({EOS})).prepare(request("r", "json_object"))
+        sampler.prepare(request("r", "json_object"))
+    plain = Sequence("plain", [1], SamplingParams(temperature=0.0))
+    sampler.prepare(plain)
+    assert sampler.sample(torch.zeros(1, 100), [plain])[0].token_id == 0
