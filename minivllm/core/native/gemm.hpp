@@ -185,44 +185,31 @@ MINIVLLM_INLINE __m512i dot(__m512i sums, __m512i activations, __m512i weights) 
     return BYTES ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
 }
 
-// Int8: `tile` receives the sums, as whole numbers. Int16: the sums of all stretches, as floats.
 template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
-                                                       int64_t steps, int64_t stretch, Fetch fetch, float* tile) {
+                                                       int64_t steps, Fetch fetch, int32_t* tile) {
+    __m512i sums[ROWS][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
     RowPointers<ROWS> rows(words, stride);
-    for (int64_t first = 0; first < steps; first += stretch) {
-        __m512i sums[ROWS][2];
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
-        const int64_t count = std::min(stretch, steps - first);
-        for (int64_t step = 0; step < count; ++step) {
-            const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
-            panel += 128;
-            if (fetch.lines > 0) prefetch_far(fetch.address);
-            if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-            fetch.address += 64 * fetch.lines;
-#pragma GCC unroll 12
-            for (int row = 0; row < ROWS; ++row) {
-                const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
-                sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
-                sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
-            }
-            rows.advance(1);
-        }
+    for (int64_t step = 0; step < steps; ++step) {
+        const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
+        panel += 128;
+        if (fetch.lines > 0) prefetch_far(fetch.address);
+        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+        fetch.address += 64 * fetch.lines;
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                float* target = tile + row * PANEL + half * LANES;
-                if (BYTES) {
-                    _mm512_storeu_si512(target, sums[row][half]);
-                    continue;
-                }
-                f32x16 value = (f32x16)_mm512_cvtepi32_ps(sums[row][half]);
-                if (first > 0) value += load<f32x16>(target);
-                store(target, value);
-            }
+            const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
+            sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
+            sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
         }
+        rows.advance(1);
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) {
+        _mm512_storeu_si512(tile + row * PANEL, sums[row][0]);
+        _mm512_storeu_si512(tile + row * PANEL + LANES, sums[row][1]);
     }
 }
 #endif
@@ -247,20 +234,26 @@ inline void multiply_block(const Linear& linear, const Activations& input, int64
 #if defined(__AVX512VNNI__)
         const bool bytes = linear.format == Format::Int8;
         const int64_t steps = words_of(linear.format, linear.depth);
-        if (bytes)
-            multiply_integer<true, ROWS>(words, input.stride, data, steps, steps, fetch, tile);
-        else
-            multiply_integer<false, ROWS>(words, input.stride, data, steps, stretch_length(linear.depth) / 2, fetch, tile);
-        for (int half = 0; half < PANEL; half += LANES) {
-            const f32x16 scale = load<f32x16>(linear.column_scale + column + half);
-            for (int row = 0; row < ROWS; ++row) {
-                float* target = tile + row * PANEL + half;
-                f32x16 value = load<f32x16>(target);
-                if (bytes)
-                    value = __builtin_convertvector(
-                        (i32x16)value - load<i32x16>(linear.column_offset + column + half), f32x16);
-                store(target, value * (scale * splat(input.scales[first + row])));
+        const int64_t stretch = bytes ? steps : stretch_length(linear.depth) / 2;
+        alignas(64) int32_t sums[ROWS * PANEL];
+        for (int64_t step = 0; step < steps; step += stretch) {
+            const int64_t count = std::min(stretch, steps - step);
+            if (bytes)
+                multiply_integer<true, ROWS>(words, input.stride, data, count, fetch, sums);
+            else
+                multiply_integer<false, ROWS>(words + step, input.stride, data + step * 128, count, fetch, sums);
+            fetch.address += count * 64 * fetch.lines;
+            for (int i = 0; i < ROWS * PANEL; i += LANES) {
+                i32x16 whole = load<i32x16>(sums + i);
+                if (bytes) whole -= load<i32x16>(linear.column_offset + column + i % PANEL);
+                f32x16 value = __builtin_convertvector(whole, f32x16);
+                if (step > 0) value += load<f32x16>(tile + i);
+                store(tile + i, value);
             }
+        }
+        for (int i = 0; i < ROWS * PANEL; i += LANES) {
+            const f32x16 scale = load<f32x16>(linear.column_scale + column + i % PANEL);
+            store(tile + i, load<f32x16>(tile + i) * (scale * splat(input.scales[first + i / PANEL])));
         }
 #endif
     }
