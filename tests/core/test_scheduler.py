@@ -578,6 +578,18 @@ def test_abort_of_one_sample_ends_its_siblings() -> None:
 # Abort anywhere
 
 
+def test_abort_of_an_id_like_that_of_a_sample_ends_the_sample() -> None:
+    watched = WatchedEngine(num_blocks=40)
+    request_id = watched.add(prompt(0, 5), n=2, max_tokens=4, ignore_eos=True)
+    watched.step()
+    for sequence in watched.engine.scheduler.running:
+        watched.engine.abort_request(sequence.request_id)
+    for name in (f"{request_id}/0", f"{request_id}-0", f"{request_id}[0]"):
+        watched.engine.abort_request(name)
+    watched.drain()
+    assert watched.finish_counts == {"length": 2}
+
+
 def abort_at(steps: int, in_flight: bool) -> WatchedEngine:
     """A request of three chunks, five tokens and a last step is aborted after so many steps; a neighbour goes on."""
     watched = WatchedEngine(num_blocks=40, max_num_batched_tokens=8)
