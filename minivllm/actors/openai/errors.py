@@ -89,8 +89,6 @@ def answer_for(error: BaseException) -> ErrorAnswer:
         )
     if isinstance(error, InvalidRequestError):
         return _refusal(error)
-    if isinstance(error, ValidationError):
-        return _refusal(invalid_request(error))
     if isinstance(error, HTTPException):
         return _http_answer(error)
     for kind, status, error_type, code, headers in _TYPED:

@@ -34,9 +34,10 @@ class ApiKeyMiddleware:
             await send({"type": "websocket.close", "code": 1008})
 
     def _is_known(self, scope: Scope) -> bool:
-        given = _digest(_bearer_token(scope))
+        token = _bearer_token(scope)
+        given = _digest(token)
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(matches)
+        return bool(token) and any(matches)
 
 
 def _digest(key: bytes) -> bytes:

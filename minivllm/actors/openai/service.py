@@ -134,8 +134,8 @@ class GenerationService:
         """Raises InvalidRequestError unless these are ids of the vocabulary, at least one, and not too many."""
         if not token_ids:
             raise InvalidRequestError(f"{param}: must not be empty", param=param)
-        self.check_vocabulary(token_ids, param)
         self.check_length(len(token_ids), param)
+        self.check_vocabulary(token_ids, param)
 
     def check_vocabulary(self, token_ids: Sequence[Any], param: str) -> None:
         """Raises InvalidRequestError unless all of these are ids of the vocabulary."""
