@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.huge_pages import prefer_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class KVCachePool:
         except RuntimeError as error:
             size = (num_blocks + 1) * spec.block_bytes
             raise ModelLoadError(f"no memory for a KV pool of {num_blocks} blocks ({size:,} bytes): {error}") from error
+        prefer_huge_pages(self.tensor)
         self.key_cache = tuple(layer[0] for layer in self.tensor)
         self.value_cache = tuple(layer[1] for layer in self.tensor)
         logger.info(

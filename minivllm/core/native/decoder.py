@@ -12,7 +12,7 @@ from minivllm.core.attention.base import AttentionLayer
 from minivllm.core.kv_cache import KVCachePool
 from minivllm.core.model_input import ModelInput
 from minivllm.core.native import bindings, library, why_not
-from minivllm.core.native.packing import NumberFormat, PackedLinear, pack
+from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, pack
 from minivllm.core.native.steps import describe_step
 from minivllm.core.native.workspace import Workspace
 
@@ -71,6 +71,7 @@ class NativeDecoder:
             raise RuntimeError(why_not())
         self._library = found
         self._workspace = Workspace(found)
+        self._arena = Arena()
         self._kept: list[Any] = []
         self.hidden_size = int(model.config.hidden_size)
         self._layers = (bindings.Layer * len(layers))()
@@ -152,7 +153,7 @@ class NativeDecoder:
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None, number_format: NumberFormat) -> PackedLinear:
-        packed = pack(self._library, weight, bias, number_format)
+        packed = pack(self._library, weight, bias, number_format, self._arena)
         self._kept.append(packed)
         return packed
 

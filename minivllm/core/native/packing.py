@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minivllm.core.huge_pages import prefer_huge_pages
 from minivllm.core.native.bindings import Linear
 from minivllm.core.native.workspace import Workspace
 
@@ -39,14 +40,37 @@ class PackedLinear:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
+class Arena:
+    """Memory for many packed matrices, taken in large pieces: these can lie in large pages, single matrices not."""
+
+    _ALIGNMENT = 64
+
+    def __init__(self, piece_bytes: int = 32 * 1024**2) -> None:
+        self._piece_bytes = piece_bytes
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """`num_bytes` not yet written bytes, aligned to a line of the cache."""
+        num_bytes = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        if num_bytes > self._free.numel():
+            self._free = torch.empty(max(num_bytes, self._piece_bytes), dtype=torch.uint8)
+            prefer_huge_pages(self._free)
+        taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
+        return taken
+
+
 def pack(
-    library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, number_format: NumberFormat
+    library: ctypes.CDLL,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    number_format: NumberFormat,
+    arena: Arena | None = None,
 ) -> PackedLinear:
-    """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None."""
+    """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None. The bytes come from `arena`, if given."""
     num_outputs, depth = weight.shape
     panels = -(-num_outputs // PANEL)
     panel_bytes = library.minivllm_panel_bytes(number_format, depth)
-    data = torch.empty(panels * panel_bytes, dtype=torch.uint8)
+    data = (arena or Arena(0)).take(panels * panel_bytes)
     scale = torch.zeros(panels * PANEL)
     offset = torch.zeros(panels * PANEL, dtype=torch.int32)
     norm = 0.0
