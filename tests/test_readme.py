@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from ray import serve
 
-from minivllm.actors.config import AppArgs
+from minivllm.actors.config import AppArgs, LiveSettings
 from minivllm.actors.messages import EngineSnapshot
 from minivllm.actors.prometheus import REJECTION_REASONS, render_prometheus
 from minivllm.core.sampling_params import SamplingParams
@@ -53,6 +54,9 @@ def test_yaml_examples_use_arguments_that_exist() -> None:
     for example in examples:
         for application in yaml.safe_load(example)["applications"]:
             AppArgs(**application["args"])
+            for deployment in application.get("deployments", []):
+                assert deployment["name"] == "Engine"
+                LiveSettings(**deployment["user_config"])
             module, attribute = application["import_path"].split(":")
             assert hasattr(importlib.import_module(module), attribute)
 
@@ -111,6 +115,14 @@ def test_links_lead_somewhere() -> None:
     assert targets
     missing = [target for target in targets if not (ROOT / target).exists()]
     assert not missing
+
+
+def test_questions_to_ask_by_handle_are_answered(served: Served) -> None:
+    section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
+    questions = re.findall(r"^\| `((?:handle|serve)\..*?)` \|", section, flags=re.MULTILINE)
+    assert len(questions) == 3
+    for question in questions:
+        assert eval(question, {"handle": served.handle, "serve": serve}).result(timeout_s=60)
 
 
 def test_metrics_named_in_the_text_are_exported() -> None:
