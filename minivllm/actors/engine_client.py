@@ -129,6 +129,8 @@ class _Connection:
         except TimeoutError:
             self._response.cancel()
             raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
+        except StopAsyncIteration:
+            raise EngineDeadError("the engine has ended") from None
         except BaseException:
             self._response.cancel()
             raise

@@ -184,6 +184,7 @@ class EngineLoop:
         outputs: list[RequestOutput],
         answers: list[tuple[Answer, Any, BaseException | None]],
         stats: EngineStats | None,
+        death: EngineDeadError | None,
     ) -> None:
         """The one message a step: all it brought. `now`: time.monotonic() when the step was over."""
         for answer, result, error in answers:
@@ -193,6 +194,8 @@ class EngineLoop:
             self.last_stats = stats
             if self._on_snapshot is not None:
                 self._on_snapshot(self._make_snapshot())
+        if death is not None:
+            self._on_death(death)
 
     def _on_death(self, error: EngineDeadError) -> None:
         """The thread has ended, or is given up. Whatever still waits for it is told so."""
@@ -232,8 +235,6 @@ class EngineLoop:
         try:
             self._step_forever(engine)
             death = EngineDeadError("the engine was stopped")
-        except EngineDeadError as error:
-            death = error
         except BaseException as error:
             logger.exception("the engine failed")
             death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
@@ -253,11 +254,12 @@ class EngineLoop:
             if now >= next_snapshot or (is_idle and not idle_is_reported):
                 stats = engine.stats()
                 next_snapshot = now + self._snapshot_interval_s
-            if outputs or answers or stats is not None:
-                self._post(self._deliver, now, outputs, answers, stats)
+            death = EngineDeadError("the engine is dead: a forward pass failed") if engine.is_dead else None
+            if outputs or answers or stats is not None or death is not None:
+                self._post(self._deliver, now, outputs, answers, stats, death)
+            if death is not None:
+                return
             idle_is_reported = is_idle
-            if engine.is_dead:
-                raise EngineDeadError("the engine is dead: a forward pass failed")
             outputs = [] if is_idle else engine.step()
 
     def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[tuple[Answer, Any, BaseException | None]]:

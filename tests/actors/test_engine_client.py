@@ -86,6 +86,7 @@ async def test_a_refusal_is_raised_in_its_own_request(
         await anext(client.generate(request("bad", prompt=[10**6])))
     assert caught.value.param == "prompt"
     assert len((await neighbour)[0].new_token_ids) == 20
+    assert len((await collect(client.generate(request("bad", 5))))[0].new_token_ids) == 5
     await assert_idle(loop, runner)
 
 
@@ -128,13 +129,14 @@ async def test_an_abort_does_not_overtake_its_request(
 async def test_a_lost_abort_is_made_up_for(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
-    runner.step_s = 0.02
+    runner.step_s = 0.05
     handle.lost.add("abort")
     neighbour = asyncio.create_task(collect(client.generate(request("stays", 50))))
     stream = client.generate(request("leaves", 200))
     await anext(stream)
     await stream.aclose()
     await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    assert runner.steps_executed < 150
     assert len((await neighbour)[0].new_token_ids) == 50
     await assert_idle(loop, runner)
 
@@ -171,6 +173,15 @@ async def test_the_end_of_the_client_ends_its_requests(
     for result in await asyncio.gather(*tasks):
         assert isinstance(result[0].error, EngineDeadError)
     await assert_idle(loop, runner)
+    assert runner.steps_executed < 150
+
+
+async def test_an_idle_connection_ends_with_its_engine(client: EngineClient, loop: EngineLoop) -> None:
+    await collect(client.generate(request("r", 5)))
+    connection = client._connection
+    assert connection is not None
+    loop.stop()
+    await until(lambda: not connection.is_open, "the connection is closed")
 
 
 async def test_an_engine_that_dies_ends_all_and_is_connected_anew(

@@ -261,10 +261,14 @@ async def test_a_step_that_hangs_makes_the_engine_unhealthy(runner: PacedRunner)
     task = asyncio.create_task(collect(loop.generate(request("r", 200))))
     await until(lambda: runner.steps_executed > 3, "some steps")
     runner.gate.clear()
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.05)
+    question = asyncio.create_task(loop.call(lambda engine: engine.stats()))
+    await asyncio.sleep(0.2)
     with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):
         loop.check_health()
     assert isinstance((await task)[0].error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        await question
     runner.gate.set()
     await until(lambda: not loop._thread.is_alive(), "a step that comes back is the last")
     with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):

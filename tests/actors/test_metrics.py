@@ -146,6 +146,7 @@ class Receiver:
     def __init__(self) -> None:
         self.got: list[int] = []
         self.under_way = 0
+        self.attempts = 0
         self.most_under_way = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -153,6 +154,7 @@ class Receiver:
 
     async def send(self, told: EngineSnapshot) -> None:
         self.under_way += 1
+        self.attempts += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             await self.open.wait()
@@ -203,7 +205,8 @@ async def test_a_receiver_that_hangs_is_given_up_and_tried_again() -> None:
     publisher = await started(receiver, heartbeat_s=0.05, timeout_s=0.05)
     receiver.open.clear()
     publisher.publish(snapshot(1))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.3)
+    assert receiver.attempts > 1
     receiver.open.set()
     await asyncio.sleep(0.2)
     assert 1000 in receiver.got
