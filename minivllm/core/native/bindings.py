@@ -124,6 +124,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.minivllm_pack.restype = c_float
     library.minivllm_panel_bytes.argtypes = (c_int32, c_int64)
     library.minivllm_panel_bytes.restype = c_int64
+    library.minivllm_stretches.argtypes = (c_int32, c_int64)
+    library.minivllm_stretches.restype = c_int64
     library.minivllm_has_integer_dot.argtypes = ()
     library.minivllm_has_integer_dot.restype = c_int32
     library.minivllm_linear.argtypes = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64)

@@ -38,7 +38,7 @@ struct Buffers {
     Buffer<float> states, projected, attended, activated, scales, rows;
     Buffer<uint32_t> words;
     int64_t capacity = 0;
-    int64_t projected_stride = 0, word_stride = 0;
+    int64_t projected_stride = 0, word_stride = 0, scale_stride = 0;
     float* row_of(int thread) { return rows.get() + thread * word_stride; }
     void reserve(const Decoder& decoder, int64_t tokens, int threads) {
         if (tokens <= capacity) return;
@@ -47,11 +47,12 @@ struct Buffers {
         projected_stride = query_size + 2 * decoder.num_kv_heads * decoder.head_size;
         // One line more than a power of two would be: rows of equal remainder fight for the same lines of the cache.
         word_stride = std::max({decoder.hidden_size, decoder.intermediate_size, query_size}) + LANES;
+        scale_stride = word_stride / (2 * LANES) + 1;  // stretches are no shorter
         states = make_buffer<float>(capacity * decoder.hidden_size);
         projected = make_buffer<float>(capacity * projected_stride);
         attended = make_buffer<float>(capacity * query_size);
         activated = make_buffer<float>(capacity * decoder.intermediate_size);
-        scales = make_buffer<float>(capacity);
+        scales = make_buffer<float>(capacity * scale_stride);
         words = make_buffer<uint32_t>(capacity * word_stride);
         rows = make_buffer<float>(threads * word_stride);
     }
@@ -125,13 +126,14 @@ struct Worker {
                 normalize(values, norm, linear.depth, decoder.epsilon, row_memory);
                 values = row_memory;
             }
-            buffers.scales[row] = pack_row(linear.format, linear.largest_norm, values, linear.depth,
-                                           buffers.words.get() + row * buffers.word_stride);
+            pack_row(linear.format, linear.largest_norm, values, linear.depth,
+                     buffers.words.get() + row * buffers.word_stride,
+                     buffers.scales.get() + row * buffers.scale_stride);
         });
     }
 
     void product(const Linear& linear, Target::Kind kind, float* out, int64_t stride, int64_t width) {
-        const Activations input{buffers.words.get(), buffers.word_stride, buffers.scales.get()};
+        const Activations input{buffers.words.get(), buffers.word_stride, buffers.scales.get(), buffers.scale_stride};
         multiply(linear, input, num_tokens, Target{kind, out, stride, width}, counters[stage++], num_threads);
         meet();
     }

@@ -10,7 +10,8 @@
 //            can overflow: |a . w| <= |a| |w| (Cauchy-Schwarz), and the largest |w| of the matrix is known. A deep
 //            product is cut into stretches of K, each summed so, and the sums added in float32. Products come out
 //            closer to those of float32 than those of bfloat16 do, and the same whatever other rows there are.
-//   Int8     both in 8 bits, scaled by column and by row (quantization: int8).
+//   Int8     both in 8 bits (quantization: int8), weights scaled by column, activations by row and stretch of K: a few
+//            large activations would otherwise leave the others no bits.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,7 @@ constexpr bool HAS_INTEGER_DOT = false;
 struct Linear {
     const void* data;
     const float* column_scale;       // (columns); null for Float
-    const int32_t* column_offset;    // (columns); Int8: 128 * sum of the column's weights
+    const int32_t* column_offset;    // (panels, stretches, PANEL); Int8: -128 * sum of the column's weights there
     const float* bias;               // (columns) or null
     int64_t columns;
     int64_t depth;                   // K, a multiple of 4
@@ -48,12 +49,24 @@ inline int words_of(Format format, int64_t depth) {
     return (int)(format == Format::Float ? depth : format == Format::Int16 ? depth / 2 : depth / 4);
 }
 
-constexpr int64_t LONGEST_STRETCH = 768;
+constexpr int64_t LONGEST_STRETCH = 768;       // Int16
+constexpr int64_t LONGEST_BYTE_STRETCH = 128;  // Int8
 
-// Int16: how many stretches K is cut into, all but the last `stretch_length` long.
-inline int64_t stretch_length(int64_t depth) {
-    const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
-    return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
+// How long the stretches are that K is cut into; the last may be shorter.
+inline int64_t stretch_length(Format format, int64_t depth) {
+    if (format == Format::Float) return depth;
+    if (format == Format::Int16) {
+        const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
+        return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
+    }
+    for (int64_t length = LONGEST_BYTE_STRETCH; length >= 2 * LANES; length -= LANES)
+        if (depth % length == 0) return length;
+    return depth;
+}
+
+inline int64_t stretches_of(Format format, int64_t depth) {
+    const int64_t length = stretch_length(format, depth);
+    return (depth + length - 1) / length;
 }
 
 inline int64_t panel_bytes(Format format, int64_t depth) {
@@ -67,56 +80,68 @@ MINIVLLM_INLINE f32x16 rounded(f32x16 x) {
     return (x + magic) - magic;
 }
 
-// Brings one row into words. Returns the scale that its products are to be multiplied with.
-inline float pack_row(Format format, float largest_norm, const float* row, int64_t depth, uint32_t* words) {
+struct Extent {
+    float peak;    // largest absolute value
+    float square;  // sum of squares
+};
+
+inline Extent extent(const float* values, int64_t count) {
+    f32x16 peaks = {}, squares = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const f32x16 x = load<f32x16>(values + i);
+        peaks = maximum(peaks, absolute(x));
+        squares += x * x;
+    }
+    Extent found{largest(peaks), sum(squares)};
+    for (; i < count; ++i) {
+        found.peak = std::max(found.peak, std::fabs(values[i]));
+        found.square += values[i] * values[i];
+    }
+    return found;
+}
+
+// target = values * factor + shift, rounded.
+template <typename Whole>
+inline void quantize(const float* values, int64_t count, float factor, int shift, Whole* target) {
+    typedef Whole Wholes __attribute__((vector_size(LANES * sizeof(Whole))));
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        const i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(values + i) * splat(factor)), i32x16) + shift;
+        store(target + i, __builtin_convertvector(whole, Wholes));
+    }
+    for (; i < count; ++i) target[i] = (Whole)(std::lrint(values[i] * factor) + shift);
+}
+
+constexpr float SMALLEST = 1e-30f;  // of a row of zeros
+
+// Brings one row into words, and writes the scales that its products are to be multiplied with, one a stretch.
+inline void pack_row(Format format, float largest_norm, const float* row, int64_t depth, uint32_t* words,
+                     float* scales) {
     if (format == Format::Float) {
         std::memcpy(words, row, depth * sizeof(float));
-        return 1.0f;
+        return;
     }
-    float peak = 0, square = 0;  // the latter of the largest stretch
-    const int64_t stretch = format == Format::Int16 ? stretch_length(depth) : depth;
+    const int64_t stretch = stretch_length(format, depth);
+    if (format == Format::Int8) {
+        for (int64_t first = 0; first < depth; first += stretch) {
+            const float scale = std::max(extent(row + first, stretch).peak, SMALLEST) / 127.0f;
+            scales[first / stretch] = scale;
+            // The CPU multiplies unsigned with signed bytes: 128 is added here; the column's offset takes it off.
+            quantize(row + first, stretch, 1.0f / scale, 128, (uint8_t*)words + first);
+        }
+        return;
+    }
+    float peak = SMALLEST, square = 0;
     for (int64_t first = 0; first < depth; first += stretch) {
-        const int64_t last = std::min(depth, first + stretch);
-        f32x16 peaks = {}, squares = {};
-        int64_t i = first;
-        for (; i + LANES <= last; i += LANES) {
-            f32x16 x = load<f32x16>(row + i);
-            peaks = maximum(peaks, absolute(x));
-            squares += x * x;
-        }
-        float own = sum(squares);
-        peak = std::max(peak, largest(peaks));
-        for (; i < last; ++i) {
-            peak = std::max(peak, std::fabs(row[i]));
-            own += row[i] * row[i];
-        }
-        square = std::max(square, own);
+        const Extent own = extent(row + first, std::min(stretch, depth - first));
+        peak = std::max(peak, own.peak);
+        square = std::max(square, own.square);
     }
-    if (!(peak > 0)) peak = 1e-30f;
-    float scale = peak / (format == Format::Int16 ? 32767.0f : 127.0f);
     // A little below 2^31: rounding adds to the norms.
-    if (format == Format::Int16) scale = std::max(scale, std::sqrt(square) * largest_norm / 2.1e9f);
-    const float factor = 1.0f / scale;
-    int64_t i = 0;
-    if (format == Format::Int16) {
-        int16_t* target = (int16_t*)words;
-        typedef int16_t i16x16 __attribute__((vector_size(32)));
-        for (; i + LANES <= depth; i += LANES) {
-            i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(row + i) * splat(factor)), i32x16);
-            store(target + i, __builtin_convertvector(whole, i16x16));
-        }
-        for (; i < depth; ++i) target[i] = (int16_t)std::lrint(row[i] * factor);
-    } else {
-        // The CPU multiplies unsigned with signed bytes: 128 is added here and taken off with the column's offset.
-        uint8_t* target = (uint8_t*)words;
-        typedef uint8_t u8x16 __attribute__((vector_size(16)));
-        for (; i + LANES <= depth; i += LANES) {
-            i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(row + i) * splat(factor)), i32x16) + 128;
-            store(target + i, __builtin_convertvector(whole, u8x16));
-        }
-        for (; i < depth; ++i) target[i] = (uint8_t)(std::lrint(row[i] * factor) + 128);
-    }
-    return scale;
+    const float scale = std::max(peak / 32767.0f, std::sqrt(square) * largest_norm / 2.1e9f);
+    for (int64_t i = 0; i < stretches_of(format, depth); ++i) scales[i] = scale;
+    quantize(row, depth, 1.0f / scale, 0, (int16_t*)words);
 }
 
 // ---- one block of rows times one panel -------------------------------------------------------------------------
@@ -185,12 +210,17 @@ MINIVLLM_INLINE __m512i dot(__m512i sums, __m512i activations, __m512i weights) 
     return BYTES ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
 }
 
+// tile (+)= sums of one stretch, from `initial` (PANEL) on, times the scales of the rows, `scale_stride` apart.
 template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
-                                                       int64_t steps, Fetch fetch, int32_t* tile) {
+                                                       int64_t steps, Fetch fetch, const int32_t* initial,
+                                                       const float* scales, ptrdiff_t scale_stride, bool add,
+                                                       float* tile) {
     __m512i sums[ROWS][2];
+    const __m512i left_initial = BYTES ? _mm512_loadu_si512(initial) : _mm512_setzero_si512();
+    const __m512i right_initial = BYTES ? _mm512_loadu_si512(initial + LANES) : _mm512_setzero_si512();
 #pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) sums[row][0] = sums[row][1] = _mm512_setzero_si512();
+    for (int row = 0; row < ROWS; ++row) sums[row][0] = left_initial, sums[row][1] = right_initial;
     RowPointers<ROWS> rows(words, stride);
     for (int64_t step = 0; step < steps; ++step) {
         const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
@@ -206,10 +236,18 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
         }
         rows.advance(1);
     }
+    // Without this the compiler mixes what follows into the loop and runs out of registers there.
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) asm volatile("" : "+v"(sums[row][0]), "+v"(sums[row][1]));
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {
-        _mm512_storeu_si512(tile + row * PANEL, sums[row][0]);
-        _mm512_storeu_si512(tile + row * PANEL + LANES, sums[row][1]);
+        const f32x16 scale = splat(scales[row * scale_stride]);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            float* target = tile + row * PANEL + half * LANES;
+            const f32x16 before = add ? load<f32x16>(target) : f32x16{};
+            store(target, before + (f32x16)_mm512_cvtepi32_ps(sums[row][half]) * scale);
+        }
     }
 }
 #endif
@@ -218,7 +256,8 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
 struct Activations {
     const uint32_t* words;
     ptrdiff_t stride;      // words from row to row
-    const float* scales;   // (M)
+    const float* scales;   // (M, scale_stride), by row and stretch
+    ptrdiff_t scale_stride;
 };
 
 // tile (rows, PANEL) float32 = rows first.. of the activations times one panel, scaled and with bias.
@@ -234,26 +273,22 @@ inline void multiply_block(const Linear& linear, const Activations& input, int64
 #if defined(__AVX512VNNI__)
         const bool bytes = linear.format == Format::Int8;
         const int64_t steps = words_of(linear.format, linear.depth);
-        const int64_t stretch = bytes ? steps : stretch_length(linear.depth) / 2;
-        alignas(64) int32_t sums[ROWS * PANEL];
-        for (int64_t step = 0; step < steps; step += stretch) {
-            const int64_t count = std::min(stretch, steps - step);
-            if (bytes)
-                multiply_integer<true, ROWS>(words, input.stride, data, count, fetch, sums);
-            else
-                multiply_integer<false, ROWS>(words + step, input.stride, data + step * 128, count, fetch, sums);
+        const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
+        const int64_t stretches = stretches_of(linear.format, linear.depth);
+        const auto multiply_stretch = bytes ? multiply_integer<true, ROWS> : multiply_integer<false, ROWS>;
+        for (int64_t stretch = 0; stretch < stretches; ++stretch) {
+            const int64_t step = stretch * length, count = std::min(length, steps - step);
+            multiply_stretch(words + step, input.stride, data + step * 128, count, fetch,
+                             linear.column_offset + (panel * stretches + stretch) * PANEL,
+                             input.scales + first * input.scale_stride + stretch, input.scale_stride, stretch > 0, tile);
             fetch.address += count * 64 * fetch.lines;
-            for (int i = 0; i < ROWS * PANEL; i += LANES) {
-                i32x16 whole = load<i32x16>(sums + i);
-                if (bytes) whole -= load<i32x16>(linear.column_offset + column + i % PANEL);
-                f32x16 value = __builtin_convertvector(whole, f32x16);
-                if (step > 0) value += load<f32x16>(tile + i);
-                store(tile + i, value);
-            }
         }
-        for (int i = 0; i < ROWS * PANEL; i += LANES) {
-            const f32x16 scale = load<f32x16>(linear.column_scale + column + i % PANEL);
-            store(tile + i, load<f32x16>(tile + i) * (scale * splat(input.scales[first + i / PANEL])));
+        const f32x16 left_scale = load<f32x16>(linear.column_scale + column);
+        const f32x16 right_scale = load<f32x16>(linear.column_scale + column + LANES);
+        for (int row = 0; row < ROWS; ++row) {
+            float* target = tile + row * PANEL;
+            store(target, load<f32x16>(target) * left_scale);
+            store(target + LANES, load<f32x16>(target + LANES) * right_scale);
         }
 #endif
     }
@@ -347,7 +382,7 @@ inline void multiply(const Linear& linear, const Activations& input, int64_t row
 
 // ---- weights ---------------------------------------------------------------------------------------------------
 
-// Packs columns first.. of one panel from w (N, K) float32, rows of which may be fewer than PANEL.
+// Packs one panel from `rows` rows (at most PANEL) of w (N, K) float32. `offset` (stretches, PANEL) starts at zero.
 inline void pack_panel(Format format, const float* weights, int64_t rows, int64_t depth, char* data, float* scale,
                        int32_t* offset, float* norm) {
     const int64_t group = format == Format::Int8 ? 4 : 2;
@@ -358,9 +393,8 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
         for (int64_t k = 0; live && k < depth; ++k) peak = std::max(peak, std::fabs(row[k]));
         const float top = format == Format::Int8 ? 127.0f : 8191.0f;
         const float factor = peak > 0 ? top / peak : 0.0f;
-        int32_t total = 0;
         double square = 0;
-        const int64_t stretch = stretch_length(depth);
+        const int64_t stretch = stretch_length(format, depth);
         for (int64_t k = 0; k < depth; ++k) {
             const float value = live ? row[k] : 0.0f;
             const int64_t at = (k / group * PANEL + column) * group + k % group;
@@ -369,18 +403,18 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
                 continue;
             }
             const long whole = std::lrint(value * factor);
-            total += (int32_t)whole;
             if (k % stretch == 0) square = 0;
             square += (double)whole * (double)whole;
             *norm = std::max(*norm, (float)std::sqrt(square));
-            if (format == Format::Int8)
+            if (format == Format::Int8) {
                 ((int8_t*)data)[at] = (int8_t)whole;
-            else
+                offset[k / stretch * PANEL + column] -= 128 * (int32_t)whole;
+            } else {
                 ((int16_t*)data)[at] = (int16_t)whole;
+            }
         }
         if (format == Format::Float) continue;
         scale[column] = peak > 0 ? peak / top : 0.0f;
-        offset[column] = format == Format::Int8 ? 128 * total : 0;
     }
 }
 

@@ -104,24 +104,27 @@ extern "C" void minivllm_attention(void* workspace, const AttentionCall* call) {
 
 // ---- weights and products ----
 
-// Packs w (rows, depth) float32. data: panels of `minivllm_panel_bytes`; scale, offset: rounded up to whole panels.
+// Packs w (rows, depth) float32. data: panels of `minivllm_panel_bytes`; scale: rounded up to whole panels; offset: the
+// same for each of `minivllm_stretches`, zero.
 // Returns the largest norm of a row in quantized units.
 extern "C" float minivllm_pack(int32_t format, const float* weights, int64_t rows, int64_t depth, char* data,
                                float* scale, int32_t* offset) {
-    const int64_t panels = (rows + PANEL - 1) / PANEL;
+    const int64_t panels = (rows + PANEL - 1) / PANEL, stretches = stretches_of((Format)format, depth);
     float norm = 0;
 #pragma omp parallel for reduction(max : norm)
     for (int64_t panel = 0; panel < panels; ++panel) {
         float own = 0;
         pack_panel((Format)format, weights + panel * PANEL * depth, std::min<int64_t>(PANEL, rows - panel * PANEL),
                    depth, data + panel * panel_bytes((Format)format, depth), scale + panel * PANEL,
-                   offset + panel * PANEL, &own);
+                   offset + panel * stretches * PANEL, &own);
         norm = std::max(norm, own);
     }
     return norm;
 }
 
 extern "C" int64_t minivllm_panel_bytes(int32_t format, int64_t depth) { return panel_bytes((Format)format, depth); }
+
+extern "C" int64_t minivllm_stretches(int32_t format, int64_t depth) { return stretches_of((Format)format, depth); }
 
 extern "C" int32_t minivllm_has_integer_dot() { return HAS_INTEGER_DOT; }
 
@@ -131,15 +134,16 @@ extern "C" void minivllm_linear(void* handle, const Linear* linear, const float*
     Workspace& workspace = *(Workspace*)handle;
     const int64_t stride = words_of(linear->format, linear->depth) + LANES;
     Buffer<uint32_t> words = make_buffer<uint32_t>(rows * stride);
-    Buffer<float> scales = make_buffer<float>(rows);
+    const int64_t scale_stride = stretches_of(linear->format, linear->depth);
+    Buffer<float> scales = make_buffer<float>(rows * scale_stride);
     std::atomic<int> counter{0};
 #pragma omp parallel num_threads(workspace.num_threads)
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row)
-            scales[row] = pack_row(linear->format, linear->largest_norm, input + row * linear->depth, linear->depth,
-                                   words.get() + row * stride);
-        multiply(*linear, Activations{words.get(), stride, scales.get()}, rows,
+            pack_row(linear->format, linear->largest_norm, input + row * linear->depth, linear->depth,
+                     words.get() + row * stride, scales.get() + row * scale_stride);
+        multiply(*linear, Activations{words.get(), stride, scales.get(), scale_stride}, rows,
                  Target{Target::Store, out, out_stride, width}, counter, workspace.num_threads);
     }
 }

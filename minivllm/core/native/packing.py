@@ -72,12 +72,13 @@ def pack(
     panel_bytes = library.minivllm_panel_bytes(number_format, depth)
     data = (arena or Arena(0)).take(panels * panel_bytes)
     scale = torch.zeros(panels * PANEL)
-    offset = torch.zeros(panels * PANEL, dtype=torch.int32)
+    stretches = library.minivllm_stretches(number_format, depth)
+    offset = torch.zeros(panels * PANEL * stretches, dtype=torch.int32)
     norm = 0.0
     for first in range(0, num_outputs, _ROWS_AT_ONCE):
         rows = weight[first : first + _ROWS_AT_ONCE].float().contiguous()
         panel = first // PANEL
-        pointers = (data[panel * panel_bytes :], scale[first:], offset[first:])
+        pointers = (data[panel * panel_bytes :], scale[first:], offset[first * stretches :])
         found = library.minivllm_pack(
             number_format, rows.data_ptr(), rows.shape[0], depth, *(tensor.data_ptr() for tensor in pointers)
         )
