@@ -3,6 +3,7 @@
 PYTHON      ?= python3
 VENV        := .venv
 BIN         := $(VENV)/bin
+OTHERS      := .venv-compat
 PIP         := $(BIN)/python -m pip --disable-pip-version-check
 CONFIG      ?= serve_config.yaml
 PYTEST_ARGS ?=
@@ -19,7 +20,7 @@ SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test lint format soak bench constraints clean
+.PHONY: help install serve test lint format soak compat bench constraints clean
 
 help: ## What can be made
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -44,6 +45,9 @@ format: $(VENV)/develop.stamp ## Let ruff mend what it can
 soak: $(VENV)/develop.stamp ## Millions of random scheduler steps, every invariant checked after each
 	@exec $(BIN)/python -m tests.core.soak $(SOAK_ARGS)
 
+compat: $(VENV)/serve.stamp $(OTHERS)/compat.stamp ## Other people's clients (litellm, lm-eval, ...) against a running server
+	@exec $(BIN)/python -m tests.compat.run $(COMPAT_ARGS)
+
 bench: $(VENV)/bench.stamp ## The short set of benchmarks, with ratios to the peers that are installed
 	@exec $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
@@ -57,7 +61,7 @@ constraints: ## Take the newest versions that fit pyproject.toml into constraint
 	mv build/constraints.txt constraints.txt
 
 clean: ## Remove the virtual environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OTHERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the virtual environment: each stamp says what was installed from the files it depends on ----------------------
@@ -83,4 +87,10 @@ $(VENV)/develop.stamp: $(VENV)/serve.stamp
 
 $(VENV)/bench.stamp: $(VENV)/serve.stamp
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
+# Their dependencies are not ours, so they live apart.
+$(OTHERS)/compat.stamp: tests/compat/requirements.txt | $(VENV)/bin/activate
+	@$(PYTHON) -m venv $(OTHERS)
+	@$(OTHERS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
 	@touch $@
