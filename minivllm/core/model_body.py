@@ -74,7 +74,9 @@ class NativeBody:
 
     def __init__(self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int):
         started = time.monotonic()
-        self._head = replace(model.head, projection=PackedProjection(model.head.projection, number_format))
+        # In 8 bits the output projection would cost as much accuracy as all layers together.
+        head_format = NumberFormat.INT16 if number_format is NumberFormat.INT8 else number_format
+        self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
         self._decoder = NativeDecoder(
             model.model, model.layers, kv_cache, number_format=number_format, max_positions=max_positions
         )
