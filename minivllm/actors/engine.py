@@ -47,8 +47,13 @@ class EngineSettings:
 def load_engine(config: EngineConfig) -> LLMEngine:
     """Loads the model and warms it up."""
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.model_runner import ModelRunner
+    from minivllm.core.warm_up import warm_up
 
-    return LLMEngine(config)
+    runner = ModelRunner(config)
+    engine = LLMEngine(config, runner)
+    warm_up(runner, engine.scheduler.token_budget)
+    return engine
 
 
 class Engine:

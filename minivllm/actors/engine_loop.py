@@ -101,18 +101,17 @@ class EngineLoop:
         return self._router.stream(request, self.submit)
 
     async def submit(self, request: GenerateRequest, collector: Collector) -> None:
-        """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises."""
+        """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises.
+
+        Whoever is cancelled here has to `discard` the request, as `OutputRouter.stream` does: it may be accepted yet.
+        """
         self._raise_if_dead()
         now = time.monotonic()
         self._router.add(request, collector, Latencies(self._latencies, now))
         accepted: asyncio.Future[None] = self._loop.create_future()
         self._inbox.put((partial(_add, request, now), partial(self._on_added, request.request_id, accepted)))
         self._watch_leases()
-        try:
-            await accepted
-        except asyncio.CancelledError:
-            self._router.discard(request.request_id, collector)
-            raise
+        await accepted
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or sample `index` of it, between two steps. Its terminal outputs still come."""
