@@ -4,7 +4,7 @@ Postponed annotations would turn the builder's parameter type into a string, and
 dict: this file must not import them.
 """
 
-import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from minivllm.core.config import EngineConfig
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
 
-logger = logging.getLogger("minivllm.app")
-
 MAX_ONGOING_REQUESTS = 100_000
 """Far above what the engine admits: Serve never holds a request back, so a refusal is ours, with our error body."""
 
@@ -36,6 +34,8 @@ REPLICA_ENV_VARS = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024**2),
 }
 
+API_KEYS_VARIABLE = "MINIVLLM_API_KEYS"
+
 HEALTH_CHECK_PERIOD_S = 1
 """A failed engine refuses everything until it is replaced, so look often. Serve wants three failures in a row."""
 
@@ -44,7 +44,13 @@ WITHOUT_ACCESS_LOG = {"enable_access_log": False}
 
 
 def build_app(args: AppArgs) -> Application:
-    """The application, from the `args:` of serve_config.yaml. Starts nothing itself."""
+    """The application, from the `args:` of serve_config.yaml. Starts nothing itself.
+
+    Keys may come from the environment as MINIVLLM_API_KEYS, separated by commas: Ray writes `args` into its logs.
+    """
+    keys = os.environ.get(API_KEYS_VARIABLE, "")
+    if keys and not args.api_keys:
+        args = args.model_copy(update={"api_keys": tuple(key.strip() for key in keys.split(",") if key.strip())})
     return bind_app(args)
 
 

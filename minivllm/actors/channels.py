@@ -8,7 +8,8 @@ what a step brought for one client as one message, and what the client has not t
                                 <-----------------  lists of outputs, as long as the client holds the stream
     submit(channel, request)    ----------------->  None, or why it is refused
     abort(request_id)           ----------------->
-    keep(channel, request_ids)  ----------------->  aborts what the client does not know any more
+    keep(channel, request_ids)  ----------------->  aborts what the client does not know any more;
+                                                    the consumer_timeout_s in force
 """
 
 from __future__ import annotations
@@ -68,17 +69,20 @@ class Channels:
             return refusal
         return None
 
-    def keep(self, channel_id: str, request_ids: list[str]) -> None:
+    def keep(self, channel_id: str, request_ids: list[str]) -> float:
         """The client names the requests that it still waits for. Others of its channel are aborted, in case an abort
-        was lost: the second time that they are missing, since the first list may be older than the request."""
+        was lost: the second time that they are missing, since the first list may be older than the request.
+
+        Returns `consumer_timeout_s`, which the client has to watch over: it may change while the engine runs.
+        """
         channel = self._channels.get(channel_id)
-        if channel is None:
-            return
-        router = self._loop.router
-        missing = set(router.request_ids(channel.collector)).difference(request_ids)
-        for request_id in missing & channel.missed:
-            router.abort(request_id)
-        channel.missed = missing
+        if channel is not None:
+            router = self._loop.router
+            missing = set(router.request_ids(channel.collector)).difference(request_ids)
+            for request_id in missing & channel.missed:
+                router.abort(request_id)
+            channel.missed = missing
+        return self._loop.consumer_timeout_s
 
     def _wake_all(self) -> None:
         for channel in self._channels.values():

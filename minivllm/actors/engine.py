@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         show_logs()
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
+        self._config = config
         self._settings = settings
         self._metrics = metrics
         started = time.monotonic()
@@ -120,9 +121,9 @@ class Engine:
         """Takes a request for a channel, or says why not."""
         return await self._channels.submit(channel_id, request)
 
-    async def keep(self, channel_id: str, request_ids: list[str]) -> None:
-        """Aborts the requests of a channel that its client has twice not named."""
-        self._channels.keep(channel_id, request_ids)
+    async def keep(self, channel_id: str, request_ids: list[str]) -> float:
+        """Aborts the requests of a channel that its client has twice not named; see `Channels.keep`."""
+        return self._channels.keep(channel_id, request_ids)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one of its samples; its terminal output still comes. An unknown id is no error."""
@@ -153,13 +154,15 @@ class Engine:
         self._loop.check_health()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Applies changed LiveSettings. Serve calls it after start and whenever `user_config` changes."""
+        """Applies LiveSettings; what is not among them is as `args` say. Serve calls it when `user_config` changes."""
         live = LiveSettings.model_validate(user_config)
         self._loop.consumer_timeout_s = live.consumer_timeout_s or self._settings.consumer_timeout_s
         self._loop.stall_timeout_s = live.stall_timeout_s or self._settings.stall_timeout_s
-        limits = live.model_dump(include={"max_waiting_requests", "max_waiting_tokens"}, exclude_unset=True)
-        if limits:
-            await self._loop.call(partial(_set_queue_limits, limits))
+        limits = {
+            name: getattr(live if name in live.model_fields_set else self._config, name)
+            for name in ("max_waiting_requests", "max_waiting_tokens")
+        }
+        await self._loop.call(partial(_set_queue_limits, limits))
         logger.info("settings now: %s", live)
 
     def __del__(self) -> None:

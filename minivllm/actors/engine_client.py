@@ -29,7 +29,7 @@ class EngineClient:
 
     Args:
         engine: handle of the deployment `Engine`.
-        consumer_timeout_s: a request whose outputs nobody asks for so long is aborted.
+        consumer_timeout_s: a request whose outputs nobody asks for so long is aborted. The engine may set another one.
         keep_interval_s: how often the engine is told which requests are still wanted.
         connect_timeout_s: how long a request waits for an engine that is starting.
     """
@@ -141,7 +141,7 @@ class _Connection:
 
     def keep_up(self, interval_s: float, consumer_timeout_s: float) -> None:
         """Starts telling the engine what is still wanted, and looking for what is not."""
-        self._spawn(self._keep(min(interval_s, consumer_timeout_s / 4), consumer_timeout_s))
+        self._spawn(self._keep(interval_s, consumer_timeout_s))
 
     def close(self, error: MinivllmError | None = None) -> None:
         if not self.is_open:
@@ -199,12 +199,13 @@ class _Connection:
             self.close(error)
 
     async def _keep(self, interval_s: float, consumer_timeout_s: float) -> None:
+        timeout_s = consumer_timeout_s
         while self.is_open:
-            await asyncio.sleep(interval_s)
-            self.router.abort_unpolled(consumer_timeout_s)
+            await asyncio.sleep(min(interval_s, timeout_s / 4))
+            self.router.abort_unpolled(timeout_s)
             if self.is_open:
                 try:
-                    await _typed(self._call.keep.remote(self._channel_id, self.router.request_ids()))
+                    timeout_s = await _typed(self._call.keep.remote(self._channel_id, self.router.request_ids()))
                 except MinivllmError as error:
                     logger.info("the engine does not answer: %s", error)
 

@@ -61,8 +61,8 @@ class LocalEngine:
     async def abort(self, request_id: str, index: int | None = None) -> None:
         self.loop.abort(request_id, index)
 
-    async def keep(self, channel_id: str, request_ids: list[str]) -> None:
-        self.channels.keep(channel_id, request_ids)
+    async def keep(self, channel_id: str, request_ids: list[str]) -> float:
+        return self.channels.keep(channel_id, request_ids)
 
     async def stats(self) -> EngineSnapshot:
         return await self.loop.snapshot()

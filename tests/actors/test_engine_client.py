@@ -154,6 +154,7 @@ async def test_a_consumer_that_does_not_ask_loses_its_request(
     handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.01
+    loop.consumer_timeout_s = 0.2
     client = EngineClient(handle, consumer_timeout_s=0.2)  # type: ignore[arg-type]
     forgotten = client.generate(request("forgotten", 240))
     await anext(forgotten)
@@ -162,6 +163,18 @@ async def test_a_consumer_that_does_not_ask_loses_its_request(
     assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
     await assert_idle(loop, runner)
     client.close()
+
+
+async def test_a_timeout_that_the_engine_changes_reaches_the_client(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.01
+    forgotten = client.generate(request("forgotten", 240))
+    await anext(forgotten)
+    loop.consumer_timeout_s = 0.2
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has let go")
+    assert runner.steps_executed < 150
+    await forgotten.aclose()
 
 
 async def test_the_end_of_the_client_ends_its_requests(
