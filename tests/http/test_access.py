@@ -176,6 +176,12 @@ def test_tokens_and_back(client: httpx.Client, text: str) -> None:
     assert back["prompt"] == text
 
 
+def test_the_tokenizer_tells_of_itself(client: httpx.Client) -> None:
+    info = responses.TokenizerInfoResponse.model_validate(client.get("/tokenizer_info").json())
+    assert info.eos_token == "<|im_end|>"
+    assert "<|im_start|>" in (info.chat_template or "")
+
+
 def test_special_tokens_are_left_out_when_asked(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["tokens"]
     shown = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
@@ -242,6 +248,7 @@ def test_openapi_describes_every_route_and_resolves(client: httpx.Client) -> Non
         "/v1/models/{model}",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
         "/health",
         "/version",
         "/metrics",

@@ -10,7 +10,9 @@ import httpx
 import jsonschema
 import pytest
 
+from minivllm.actors.openai.protocol import ChatCompletionRequest
 from minivllm.actors.openai.responses import ChatCompletionChunk, ChatCompletionResponse
+from minivllm.actors.openai.tools import ToolUse
 from minivllm.core.tokenizer import Tokenizer
 from tests.http.stand_ins import ScriptedRunner
 from tests.http.streams import read_stream
@@ -185,3 +187,28 @@ def test_a_list_of_calls_is_possible_when_asked_for(client: httpx.Client) -> Non
     calls = without_ids(ask(client, **fields))[1]
     assert calls
     assert {name for name, _ in calls} <= {"weather", "count"}
+
+
+def test_forced_arguments_are_those_that_the_function_lists(client: httpx.Client) -> None:
+    """Nothing in this schema forbids others, but a random model would invent them without end."""
+    size = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
+    parameters = {"type": "object", "properties": {"size": size, "n": {"type": "boolean"}}, "required": ["size"]}
+    for seed in range(3):
+        fields = {"tools": [tool("measure", parameters)], "tool_choice": "required", "temperature": 1, "seed": seed}
+        [(_, arguments)] = without_ids(ask(client, **fields))[1]
+        found = json.loads(arguments)
+        assert set(found) <= {"size", "n"}
+        assert list(found["size"]) == ["unit"]
+
+
+def test_parts_of_an_all_of_are_left_open() -> None:
+    """Closed, each would forbid what the other asks for."""
+    parts = [{"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]} for name in "ab"]
+    fields = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [tool("both", {"allOf": parts})],
+        "tool_choice": {"type": "function", "function": {"name": "both"}},
+    }
+    grammar = ToolUse(ChatCompletionRequest.model_validate(fields), "").grammar()
+    assert grammar is not None
+    assert json.loads(grammar.value) == {"allOf": parts}

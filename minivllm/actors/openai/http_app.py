@@ -25,7 +25,7 @@ from minivllm.actors.openai.errors import (
 )
 from minivllm.actors.openai.middleware import ApiKeyMiddleware, RequestIdMiddleware
 from minivllm.actors.openai.service import GenerationService
-from minivllm.actors.openai.tokenize import detokenize, tokenize
+from minivllm.actors.openai.tokenize import detokenize, tokenize, tokenizer_info
 from minivllm.actors.prometheus import CONTENT_TYPE, render_prometheus
 from minivllm.core.errors import InvalidRequestError, MinivllmError
 
@@ -120,6 +120,13 @@ def _add_token_routes(app: FastAPI, service: GenerationService) -> None:
     @app.post("/detokenize", **openapi.detokenize())
     async def create_text(request: Request) -> Response:
         return await _answer(lambda fields: detokenize(service, fields), read_json(request, limit))
+
+    @app.get("/tokenizer_info", **openapi.tokenizer_info())
+    async def describe_tokenizer() -> Response:
+        try:
+            return JsonAnswer(tokenizer_info(service))
+        except MinivllmError as error:
+            return error_answer(error)
 
 
 async def _answer(make: Callable[[object], Awaitable[dict[str, Any]]], fields: Awaitable[object]) -> Response:

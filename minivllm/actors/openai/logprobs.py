@@ -64,8 +64,10 @@ class CompletionLogprobs:
         lists["token_logprobs"].append(_finite(entry.logprob))
         alternatives: dict[str, float] = {}
         for token_id, logprob in entry.top[: self._num_top]:
-            shown = text if token_id == entry.token_id else token_text(self._tokenizer, token_id)
-            alternatives.setdefault(shown, _finite(logprob))
+            if token_id == entry.token_id:
+                alternatives.setdefault(text, _finite(entry.logprob))
+            else:
+                alternatives.setdefault(token_text(self._tokenizer, token_id), _finite(logprob))
         alternatives.setdefault(text, _finite(entry.logprob))
         lists["top_logprobs"].append(alternatives)
 

@@ -55,6 +55,10 @@ def detokenize() -> dict[str, Any]:
     return _post("Text of token ids", "DetokenizeRequest", "DetokenizeResponse")
 
 
+def tokenizer_info() -> dict[str, Any]:
+    return _get("Special tokens and chat template", "TokenizerInfoResponse")
+
+
 def models() -> dict[str, Any]:
     return _get("The served model", "ModelList")
 
@@ -108,9 +112,7 @@ def _post(
 ) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _reference(answer)}}
     if chunk is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": f"events with a {chunk} each, then [DONE]"}
-        }
+        content["text/event-stream"] = {"schema": _event_schema(chunk)}
     described = _TRUE_FOR_BODIES | _TRUE_FOR_MODELS | (errors or {}) | _TRUE_FOR_ALL
     return {
         "summary": summary,
@@ -120,6 +122,17 @@ def _post(
             "requestBody": {"required": True, "content": {"application/json": {"schema": _reference(body)}}},
             "security": [{}, {"bearer": []}],
         },
+    }
+
+
+def _event_schema(chunk: str) -> dict[str, Any]:
+    """Of each event of a stream."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
+    return {
+        "type": "object",
+        "description": f"server-sent events with a {chunk} each, at the end [DONE]; an error is an ErrorResponse",
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "required": ["data"],
     }
 
 

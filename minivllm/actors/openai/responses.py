@@ -174,6 +174,17 @@ class DetokenizeResponse(Answer):
     prompt: str
 
 
+class TokenizerInfoResponse(Answer):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
 class HealthResponse(Answer):
     status: Literal["ok"]
 
@@ -198,6 +209,7 @@ def schemas() -> dict[str, Any]:
             ModelList,
             TokenizeResponse,
             DetokenizeResponse,
+            TokenizerInfoResponse,
             HealthResponse,
             VersionResponse,
         )

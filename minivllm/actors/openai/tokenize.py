@@ -1,10 +1,10 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from minivllm.actors.openai.chat_prompt import chat_prompt
+from minivllm.actors.openai.chat_prompt import chat_prompt, chat_template
 from minivllm.actors.openai.fields import parse
 from minivllm.actors.openai.logprobs import token_text
 from minivllm.actors.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -40,3 +40,16 @@ async def detokenize(service: GenerationService, fields: object) -> dict[str, An
         service.check_vocabulary(body.tokens, "tokens")
     skip = bool(body.skip_special_tokens)
     return {"prompt": await service.in_thread(lambda: service.tokenizer.decode(body.tokens, skip))}
+
+
+def tokenizer_info(service: GenerationService) -> dict[str, Any]:
+    """What programs that render prompts themselves want to know, such as lm-eval's remote tokenizer."""
+    hf_tokenizer = service.tokenizer.hf_tokenizer
+    named = {name: getattr(hf_tokenizer, name, None) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        "tokenizer_class": type(hf_tokenizer).__name__,
+        "vocab_size": service.tokenizer.vocab_size,
+        "model_max_length": service.info.max_model_len,
+        **{name: None if token is None else str(token) for name, token in named.items()},
+        "chat_template": chat_template(service.tokenizer) or None,
+    }

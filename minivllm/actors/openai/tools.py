@@ -110,7 +110,24 @@ def _check_names(tools: list[Tool]) -> None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    # Closing the parts of an allOf would make them contradict each other.
+    return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
+
+
+def _closed(schema: Any) -> Any:
+    """The same schema, but objects that list their properties have no others unless it says so: a small model that may
+    invent arguments goes on doing so until its tokens are used up."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {
+        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
+        for key, value in schema.items()
+    }
+    is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
+    return {"additionalProperties": False, **parts} if is_listed and "patternProperties" not in parts else parts
 
 
 def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
