@@ -1,7 +1,7 @@
 """What the benchmarks share: the work they do, how they report it, and how a peer does the same work.
 
-Every benchmark prints a table and can write JSON with what it ran on. A peer runs in a Python of its own (`--peer-python`),
-where vLLM or transformers is installed, on the very same token ids.
+Every benchmark prints a table and writes JSON with what it ran on. A peer runs in a Python of its own
+(`--peer-python`), where vLLM or transformers is installed, on the very same token ids.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def describe(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-# -- peers ---------------------------------------------------------------------------------------------------------------
+# -- peers -------------------------------------------------------------------------------------------------------------
 
 
 def run_peer(
@@ -169,7 +169,7 @@ def vllm_environment(python: str) -> dict[str, str]:
     }
 
 
-# -- reports -------------------------------------------------------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------------------------------
 
 
 def num_threads() -> int:

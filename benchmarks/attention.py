@@ -1,0 +1,122 @@
+"""One layer of attention: each backend on the same paged batches, with the shapes of the default model.
+
+    python -m benchmarks.attention
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.common import arguments, num_threads, print_environment, print_table, write_json
+from minivllm.core.attention import AttentionLayer, backend_names, choose_backend
+from minivllm.core.attention.base import AttentionBackend
+from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
+from minivllm.core.model_input import ModelInput, PackedLayout
+
+QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 16
+LAYERS = 30
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens of each sequence in all, and those that are computed in this step."""
+
+    name: str
+    contexts: list[int]
+    queries: list[int]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of bfloat16 K and V that a layer must read once."""
+        return sum(self.contexts) * KV_HEADS * HEAD_SIZE * 2 * 2
+
+
+def batches() -> list[Batch]:
+    rng = random.Random(1)
+    ragged = [rng.randint(100, 700) for _ in range(64)]
+    return [
+        Batch("decode, 64 of 100..700", ragged, [1] * 64),
+        Batch("decode, 8 of 300", [300] * 8, [1] * 8),
+        Batch("decode, 1 of 3000", [3000], [1]),
+        Batch("prefill, 512", [512], [512]),
+        Batch("prefill, 512 after 1500", [2012], [512]),
+        Batch("mixed, 32 decodes and 2 x 240", [*ragged[:32], 240, 240], [1] * 32 + [240, 240]),
+    ]
+
+
+def make_input(batch: Batch, layers: int) -> ModelInput:
+    """Blocks scattered over a pool of random, finite K and V."""
+    counts = [-(-context // BLOCK_SIZE) for context in batch.contexts]
+    spec = KVCacheSpec(layers, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, torch.bfloat16)
+    pool = KVCachePool(spec, sum(counts), CPU)
+    pool.tensor.normal_()
+    order = list(range(sum(counts)))
+    random.Random(0).shuffle(order)
+    tables = torch.full((len(counts), max(counts)), pool.padding_block_id, dtype=torch.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    for row, (context, query, count) in enumerate(zip(batch.contexts, batch.queries, counts, strict=True)):
+        table = [order.pop() for _ in range(count)]
+        tables[row, :count] = torch.tensor(table, dtype=torch.int32)
+        positions += range(context - query, context)
+        slots += [
+            table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(context - query, context)
+        ]
+    model_input = ModelInput(
+        torch.zeros(len(slots), dtype=torch.long),
+        torch.tensor(positions),
+        tables,
+        torch.tensor(slots),
+        torch.tensor(batch.contexts, dtype=torch.int32),
+        pool,
+    )
+    starts = np.cumsum([0, *batch.queries]).astype(np.int64)
+    model_input.remember_layout(PackedLayout(starts, np.array(batch.contexts, dtype=np.int64)))
+    return model_input
+
+
+def seconds_a_layer(backend: AttentionBackend, batch: Batch, repeats: int) -> float:
+    """Best of `repeats`, all layers one after the other, so that no layer finds its cache already read."""
+    model_input = make_input(batch, LAYERS)
+    tokens = sum(batch.queries)
+    query = torch.randn(tokens, QUERY_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    key, value = (torch.randn(tokens, KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        backend.begin_step(model_input)
+        for layer in range(LAYERS):
+            backend.forward(layer, query, key, value, model_input, scale=0.125, sliding_window=None, softcap=None)
+        best = min(best, (time.perf_counter() - started) / LAYERS)
+    return best
+
+
+def main() -> None:
+    options = arguments(__doc__ or "").parse_args()
+    torch.set_num_threads(num_threads())
+    print_environment()
+    layer = AttentionLayer(QUERY_HEADS, KV_HEADS, HEAD_SIZE, 0.125)
+    results = []
+    rows = []
+    for batch in batches():
+        times = {}
+        for name in backend_names():
+            backend = choose_backend(name, (layer,), torch.bfloat16, CPU)
+            times[name] = seconds_a_layer(backend, batch, 5 if name == "native" else 1)
+        fastest = min(times.values())
+        rows.append(
+            (batch.name, *(f"{1000 * times[name]:.3f}" for name in times), f"{batch.kv_bytes / fastest / 1e9:.1f}")
+        )
+        results.append({"batch": batch.name, "seconds": times, "kv_bytes": batch.kv_bytes})
+    print_table(("one layer, bfloat16", *(f"{name}, ms" for name in backend_names()), "KV, GB/s"), rows)
+    write_json(options.json, "attention", results)
+
+
+if __name__ == "__main__":
+    main()
