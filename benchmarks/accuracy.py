@@ -43,10 +43,11 @@ def measure(settings: dict[str, Any], num_tokens: int) -> tuple[float, list[list
     scored = llm.generate(texts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     total, count = 0.0, 0
     for result, text in zip(scored, texts, strict=True):
-        if len(result.prompt_logprobs) != len(text) - 1:
+        scores = result.prompt_logprobs or []
+        if len(scores) != len(text) - 1:
             raise RuntimeError("prompt log probabilities do not cover the prompt")
-        total += sum(entry.logprob for entry in result.prompt_logprobs)
-        count += len(result.prompt_logprobs)
+        total += sum(entry.logprob for entry in scores)
+        count += len(scores)
     halves = [text[: WINDOW // 2] for text in texts]
     greedy = llm.generate(halves, SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
     return math.exp(-total / count), [list(result.token_ids) for result in greedy]

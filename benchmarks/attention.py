@@ -1,6 +1,6 @@
 """One layer of attention: each backend on the same paged batches, with the shapes of the default model.
 
-    python -m benchmarks.attention
+python -m benchmarks.attention
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def make_input(batch: Batch, layers: int) -> ModelInput:
         table = [order.pop() for _ in range(count)]
         tables[row, :count] = torch.tensor(table, dtype=torch.int32)
         positions += range(context - query, context)
-        slots += [
-            table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(context - query, context)
-        ]
+        slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(context - query, context)]
     model_input = ModelInput(
         torch.zeros(len(slots), dtype=torch.long),
         torch.tensor(positions),

@@ -1,11 +1,12 @@
 """One stream: time to the first token and time per token, by prompt length and context.
 
-    python -m benchmarks.latency [--quantization both] [--peer-python PATH --peer-model FOLDER]
+python -m benchmarks.latency [--quantization both] [--peer-python PATH --peer-model FOLDER]
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def measure(engine: Any, settings: str, request: Request, label: str) -> Latency
     while engine.has_unfinished_requests():
         if any(output.new_token_ids for output in engine.step()):
             times.append(time.perf_counter())
-    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     return Latency(
         settings,
         len(request.prompt),

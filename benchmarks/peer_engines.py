@@ -1,6 +1,7 @@
 """Runs work with a peer. Executed by the peer's own Python; imports nothing of this project.
 
-    python peer_engines.py WORK.json RESULT.json
+python peer_engines.py WORK.json RESULT.json        offline work
+python peer_engines.py serve MODEL [OPTIONS]        vLLM's own server
 """
 
 import importlib.metadata as metadata
@@ -51,7 +52,8 @@ def _let_vllm_find_itself() -> None:
 
 
 def _preloaded() -> str:
-    return " and ".join(os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":") if path) or "none"
+    paths = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
+    return " and ".join(os.path.basename(path) for path in paths) or "none"
 
 
 def run_transformers(job: dict) -> dict:
@@ -86,7 +88,16 @@ def run_transformers(job: dict) -> dict:
     }
 
 
+def serve_vllm() -> None:
+    _let_vllm_find_itself()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.exit(vllm_main())
+
+
 def main() -> None:
+    if sys.argv[1] == "serve":
+        serve_vllm()
     with open(sys.argv[1]) as file:
         job = json.load(file)
     result = {"vllm": run_vllm, "transformers": run_transformers}[job["engine"]](job)

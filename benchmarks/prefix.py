@@ -1,6 +1,6 @@
 """Shared prefixes: 64 requests with 400 common tokens, prefix caching on and off, and with a peer.
 
-    python -m benchmarks.prefix [--peer-python PATH --peer-model FOLDER]
+python -m benchmarks.prefix [--peer-python PATH --peer-model FOLDER]
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ def main() -> None:
         with quiet():
             found.append(run_ours("shared", requests, 1, dtype="bfloat16", enable_prefix_caching=caching))
     if options.peer_python:
-        found.append(
-            run_peer("vllm", options.peer_python, options.peer_model, "shared", requests, prefix_caching=True)
-        )
+        found.append(run_peer("vllm", options.peer_python, options.peer_model, "shared", requests, prefix_caching=True))
     report(found)
     write_json(options.json, "prefix", found)
 

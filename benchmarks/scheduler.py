@@ -169,7 +169,9 @@ def mixed_cost(steps: int, arrivals_per_step: float = 2.0) -> dict[str, float]:
 def measure_cost(quick: bool) -> dict[str, Any]:
     steps = 100 if quick else 400
     by_running = [decode_cost(running=running, steps=steps) for running in (16, 64, 256, 1024)[: 3 if quick else 4]]
-    by_pool = [decode_cost(pool=pool, steps=steps) for pool in (35_000, 100_000, 300_000, 1_000_000)[: 2 if quick else 4]]
+    by_pool = [
+        decode_cost(pool=pool, steps=steps) for pool in (35_000, 100_000, 300_000, 1_000_000)[: 2 if quick else 4]
+    ]
     by_cached = [decode_cost(cached=cached, steps=steps) for cached in (0, 10_000, 30_000, 65_000)]
     mixed = mixed_cost(300 if quick else 1500)
     table("A decode step by running sequences (2,000 tokens each, pool of 100,000 blocks)", by_running)

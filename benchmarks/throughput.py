@@ -26,7 +26,13 @@ from benchmarks.common import (
 
 
 def measure(
-    work: str, *, quantizations: Sequence[str | None], dtype: str, repeats: int, peers: Sequence[tuple[str, str]], model: str
+    work: str,
+    *,
+    quantizations: Sequence[str | None],
+    dtype: str,
+    repeats: int,
+    peers: Sequence[tuple[str, str]],
+    model: str,
 ) -> list[Measurement]:
     """Ours in each quantization, then the peers, given as (engine, its Python)."""
     requests: list[Request] = WORKS[work]()
@@ -47,7 +53,9 @@ def report(found: Sequence[Measurement]) -> None:
     rows = []
     peers = [one for one in found if one.engine != "minivllm"]
     for one in found:
-        ratios = [f"{one.tokens_per_second / peer.tokens_per_second:.2f} x {peer.engine}" for peer in peers if peer is not one]
+        ratios = [
+            f"{one.tokens_per_second / peer.tokens_per_second:.2f} x {peer.engine}" for peer in peers if peer is not one
+        ]
         first = sorted(one.first_token)
         median = f"{first[len(first) // 2]:.2f}" if first else "-"
         ratio = ", ".join(ratios) if one.engine == "minivllm" else ""

@@ -1,0 +1,318 @@
+"""HTTP: what a client of the OpenAI-compatible server sees, all requests at once or arriving at a rate.
+
+    python -m benchmarks.serving --start [--quantization int8]           starts our server for the run
+    python -m benchmarks.serving --peer-python PATH --peer-model FOLDER  the same against `vllm serve`
+    python -m benchmarks.serving --base-url http://127.0.0.1:8000 --model NAME
+
+Closed loop: 64 requests at once. Open loop: arrivals by a Poisson process at `--rate`, whatever the server does.
+Prompts of about 256 tokens, 128 out. Reported are percentiles of time to first token, of the time between what arrives,
+of the time per token after the first (TPOT) and of the whole request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from benchmarks.common import (
+    VOCABULARY,
+    Request,
+    arguments,
+    print_environment,
+    print_table,
+    vllm_environment,
+    write_json,
+)
+
+ROOT = Path(__file__).parent.parent
+START_SECONDS = 300
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request saw: seconds since it was sent, of each piece of the stream that carried text or tokens."""
+
+    arrivals: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One server under one load."""
+
+    server: str
+    load: str
+    seconds: float
+    answers: list[Answer]
+
+    @property
+    def good(self) -> list[Answer]:
+        return [answer for answer in self.answers if not answer.error and answer.arrivals]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.tokens for answer in self.good) / self.seconds
+
+    def first_token(self) -> list[float]:
+        return sorted(answer.arrivals[0] for answer in self.good)
+
+    def between(self) -> list[float]:
+        return sorted(later - earlier for answer in self.good for earlier, later in itertools.pairwise(answer.arrivals))
+
+    def per_token(self) -> list[float]:
+        several = [answer for answer in self.good if answer.tokens > 1]
+        return sorted((answer.arrivals[-1] - answer.arrivals[0]) / (answer.tokens - 1) for answer in several)
+
+    def whole(self) -> list[float]:
+        return sorted(answer.arrivals[-1] for answer in self.good)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def work(count: int, seed: int = 1) -> list[Request]:
+    """Prompts of 128 to 384 tokens, 128 out."""
+    rng = random.Random(seed)
+    return [Request([rng.choice(VOCABULARY) for _ in range(rng.randint(128, 384))], 128) for _ in range(count)]
+
+
+# -- the client: bare sockets, so that it takes little of the cores it shares with the server -------------------------
+
+
+async def ask(base_url: str, model: str, request: Request) -> Answer:
+    address = urlsplit(base_url)
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": request.prompt,
+            "max_tokens": request.output_len,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address.hostname}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    answer = Answer()
+    started = time.perf_counter()
+    try:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(head.encode() + body)
+        await read_stream(reader, answer, started)
+        writer.close()
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        answer.error = repr(error)
+    return answer
+
+
+async def read_stream(reader: asyncio.StreamReader, answer: Answer, started: float) -> None:
+    status = (await reader.readline()).split()
+    if len(status) < 2 or status[1] != b"200":
+        answer.error = (b" ".join(status) + b" " + await reader.read(2000)).decode(errors="replace")
+        return
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        # Only the last piece is looked into: it carries the usage and no choices.
+        if b'"choices":[]' in line or b'"choices": []' in line:
+            answer.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+        else:
+            answer.arrivals.append(time.perf_counter() - started)
+
+
+async def load(
+    base_url: str, model: str, requests: Sequence[Request], rate: float | None
+) -> tuple[float, list[Answer]]:
+    """All at once (no rate), or each at its own time whether or not the others are done."""
+    rng = random.Random(2)
+    started = time.perf_counter()
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(ask(base_url, model, request)))
+        if rate is not None:
+            await asyncio.sleep(rng.expovariate(rate))
+    answers = await asyncio.gather(*tasks)
+    return time.perf_counter() - started, list(answers)
+
+
+def measure(server: str, base_url: str, model: str, count: int, rate: float | None) -> Run:
+    seconds, answers = asyncio.run(load(base_url, model, work(count), rate))
+    run = Run(server, "at once" if rate is None else f"{rate:g} a second", seconds, answers)
+    failed = [answer.error for answer in answers if answer.error]
+    if failed:
+        print(f"{server}: {len(failed)} of {count} requests failed, the first with: {failed[0][:300]}")
+    return run
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(command: list[str], environment: dict[str, str], base_url: str) -> Iterator[None]:
+    """A server in a process group of its own, from its first answer on."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_until_ready(process, base_url, output)
+            yield
+        finally:
+            for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, kind)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                    break
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], base_url: str, output: Any) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError), urlopen(f"{base_url}/v1/models", timeout=5) as reply:
+            if reply.status == 200:
+                return
+        time.sleep(0.5)
+    output.seek(0)
+    raise RuntimeError(f"the server did not start: {output.read()[-3000:].decode(errors='replace')}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def our_server(quantization: str | None) -> Iterator[str]:
+    """`serve run` on the shipped configuration, with a port of its own. Yields its base URL."""
+    import yaml
+
+    port = free_port()
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port
+    for application in config["applications"]:
+        application["args"]["enable_prefix_caching"] = False
+        if quantization:
+            application["args"]["quantization"] = quantization
+    base_url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "serve.yaml")
+        path.write_text(yaml.safe_dump(config))
+        command = [str(Path(sys.executable).parent / "serve"), "run", str(path)]
+        environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+        with running(command, environment, base_url):
+            yield base_url
+
+
+@contextlib.contextmanager
+def vllm_server(python: str, model: str) -> Iterator[str]:
+    """`vllm serve` at its best. Yields its base URL."""
+    port = free_port()
+    script = str(ROOT / "benchmarks" / "peer_engines.py")
+    command = [python, script, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-prefix-caching"]
+    base_url = f"http://127.0.0.1:{port}"
+    with running(command, {**os.environ, **vllm_environment(python)}, base_url):
+        yield base_url
+
+
+def model_name(base_url: str) -> str:
+    with urlopen(f"{base_url}/v1/models", timeout=30) as reply:
+        return str(json.load(reply)["data"][0]["id"])
+
+
+def run_loads(server: str, base_url: str, options: argparse.Namespace) -> list[Run]:
+    model = options.model or model_name(base_url)
+    measure(server, base_url, model, 4, None)
+    loads = [(options.requests, None), *((max(8, int(rate * options.seconds)), rate) for rate in options.rate)]
+    return [measure(server, base_url, model, count, rate) for count, rate in loads]
+
+
+def report(runs: Sequence[Run]) -> None:
+    rows = []
+    for run in runs:
+        cells: list[Any] = [run.server, run.load, len(run.good), f"{run.tokens_per_second:.0f}"]
+        cells += [
+            " / ".join(f"{1000 * percentile(values, share):.0f}" for share in (0.5, 0.9, 0.99))
+            for values in (run.first_token(), run.between(), run.per_token(), run.whole())
+        ]
+        rows.append(cells)
+    print("times in ms: median / 90 % / 99 %")
+    print_table(("server", "load", "answered", "tokens/s", "first token", "between", "per token", "whole"), rows)
+
+
+def as_results(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [
+        {
+            "server": run.server,
+            "load": run.load,
+            "tokens_per_second": run.tokens_per_second,
+            **{
+                name: {str(share): percentile(values, share) for share in (0.5, 0.9, 0.99)}
+                for name, values in (
+                    ("first_token", run.first_token()),
+                    ("between", run.between()),
+                    ("per_token", run.per_token()),
+                    ("whole", run.whole()),
+                )
+            },
+        }
+        for run in runs
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--base-url", help="a server that is running already")
+    parser.add_argument("--model", help="its name there (default: what it lists first)")
+    parser.add_argument("--start", action="store_true", help="start our own server")
+    parser.add_argument("--quantization", choices=["none", "int8", "both"], default="none")
+    parser.add_argument("--requests", type=int, default=64, help="of the closed loop")
+    parser.add_argument("--rate", type=float, action="append", default=None, help="requests a second; several times")
+    parser.add_argument("--seconds", type=float, default=20, help="of each rate")
+    options = parser.parse_args()
+    options.rate = [2.0] if options.rate is None else [rate for rate in options.rate if rate > 0]
+    print_environment()
+    runs: list[Run] = []
+    if options.base_url:
+        runs += run_loads(options.base_url, options.base_url, options)
+    if options.start:
+        for quantization in {"none": [None], "int8": ["int8"], "both": [None, "int8"]}[options.quantization]:
+            with our_server(quantization) as base_url:
+                runs += run_loads(f"minivllm {quantization or 'bfloat16'}", base_url, options)
+    if options.peer_python:
+        with vllm_server(options.peer_python, options.peer_model) as base_url:
+            runs += run_loads("vllm serve", base_url, options)
+    if not runs:
+        parser.error("say --start, --base-url or --peer-python")
+    report(runs)
+    write_json(options.json, "serving", as_results(runs))
+
+
+if __name__ == "__main__":
+    main()
