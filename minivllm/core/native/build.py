@@ -54,8 +54,17 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def _built() -> Path:
     compiler = _compiler()
     target = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    if not target.exists():
-        _compile(compiler, target)
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(target.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        logger.warning("%s cannot be written: the native CPU kernels are built anew at every start", target.parent)
+        target = Path(tempfile.mkdtemp(prefix="minivllm-")) / target.name
+    _compile(compiler, target)
     return target
 
 
@@ -97,7 +106,6 @@ def _compile(compiler: str, target: Path) -> None:
     started = time.monotonic()
     logger.info("building the native CPU kernels with %s (once for this CPU) ...", compiler)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         # Built aside and renamed: two processes that start at once must not see each other's half.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             output = Path(folder) / target.name

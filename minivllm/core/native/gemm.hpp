@@ -49,7 +49,7 @@ inline int words_of(Format format, int64_t depth) {
     return (int)(format == Format::Float ? depth : format == Format::Int16 ? depth / 2 : depth / 4);
 }
 
-constexpr int64_t LONGEST_STRETCH = 768;       // Int16
+constexpr int64_t LONGEST_STRETCH = 384;       // Int16
 constexpr int64_t LONGEST_BYTE_STRETCH = 128;  // Int8
 
 // How long the stretches are that K is cut into; the last may be shorter.
@@ -67,6 +67,14 @@ inline int64_t stretch_length(Format format, int64_t depth) {
 inline int64_t stretches_of(Format format, int64_t depth) {
     const int64_t length = stretch_length(format, depth);
     return (depth + length - 1) / length;
+}
+
+// A slab is as much of a panel as stays in the innermost cache while a group of rows passes over it: so many stretches.
+constexpr int64_t SLAB_BYTES = 20 * 1024;
+
+inline int64_t stretches_of_slab(Format format, int64_t depth) {
+    const int64_t bytes = stretch_length(format, depth) * PANEL * (format == Format::Int8 ? 1 : 2);
+    return std::max<int64_t>(1, SLAB_BYTES / bytes);
 }
 
 inline int64_t panel_bytes(Format format, int64_t depth) {
@@ -260,54 +268,43 @@ struct Activations {
     ptrdiff_t scale_stride;
 };
 
-// tile (rows, PANEL) float32 = rows first.. of the activations times one panel, scaled and with bias.
+// tile (rows, PANEL) float32 (+)= rows first.. of the activations times one slab of a panel.
 template <int ROWS>
-inline void multiply_block(const Linear& linear, const Activations& input, int64_t first, int64_t panel, Fetch fetch,
-                           float* tile) {
+inline void multiply_block(const Linear& linear, const Activations& input, int64_t first, int64_t panel, int64_t slab,
+                           Fetch fetch, float* tile) {
     const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
     const uint32_t* words = input.words + first * input.stride;
-    const int64_t column = panel * PANEL;
     if (linear.format == Format::Float) {
         multiply_float<ROWS>(words, input.stride, data, linear.depth, fetch, tile);
-    } else {
-#if defined(__AVX512VNNI__)
-        const bool bytes = linear.format == Format::Int8;
-        const int64_t steps = words_of(linear.format, linear.depth);
-        const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
-        const int64_t stretches = stretches_of(linear.format, linear.depth);
-        const auto multiply_stretch = bytes ? multiply_integer<true, ROWS> : multiply_integer<false, ROWS>;
-        for (int64_t stretch = 0; stretch < stretches; ++stretch) {
-            const int64_t step = stretch * length, count = std::min(length, steps - step);
-            multiply_stretch(words + step, input.stride, data + step * 128, count, fetch,
-                             linear.column_offset + (panel * stretches + stretch) * PANEL,
-                             input.scales + first * input.scale_stride + stretch, input.scale_stride, stretch > 0, tile);
-            fetch.address += count * 64 * fetch.lines;
-        }
-        const f32x16 left_scale = load<f32x16>(linear.column_scale + column);
-        const f32x16 right_scale = load<f32x16>(linear.column_scale + column + LANES);
-        for (int row = 0; row < ROWS; ++row) {
-            float* target = tile + row * PANEL;
-            store(target, load<f32x16>(target) * left_scale);
-            store(target + LANES, load<f32x16>(target + LANES) * right_scale);
-        }
-#endif
+        return;
     }
-    if (linear.bias != nullptr)
-        for (int row = 0; row < ROWS; ++row)
-            for (int half = 0; half < PANEL; half += LANES)
-                store(tile + row * PANEL + half,
-                      load<f32x16>(tile + row * PANEL + half) + load<f32x16>(linear.bias + column + half));
+#if defined(__AVX512VNNI__)
+    const int64_t steps = words_of(linear.format, linear.depth);
+    const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
+    const int64_t stretches = stretches_of(linear.format, linear.depth);
+    const int64_t slab_stretches = stretches_of_slab(linear.format, linear.depth);
+    const int64_t last = std::min(stretches, (slab + 1) * slab_stretches);
+    const auto multiply_stretch =
+        linear.format == Format::Int8 ? multiply_integer<true, ROWS> : multiply_integer<false, ROWS>;
+    for (int64_t stretch = slab * slab_stretches; stretch < last; ++stretch) {
+        const int64_t step = stretch * length, count = std::min(length, steps - step);
+        multiply_stretch(words + step, input.stride, data + step * 128, count, fetch,
+                         linear.column_offset + (panel * stretches + stretch) * PANEL,
+                         input.scales + first * input.scale_stride + stretch, input.scale_stride, stretch > 0, tile);
+        fetch.address += count * 64 * fetch.lines;
+    }
+#endif
 }
 
 inline void multiply_rows(int rows, const Linear& linear, const Activations& input, int64_t first, int64_t panel,
-                          Fetch fetch, float* tile) {
+                          int64_t slab, Fetch fetch, float* tile) {
     switch (rows) {
 #define MINIVLLM_CASE(ROWS) \
-    case ROWS: return multiply_block<ROWS>(linear, input, first, panel, fetch, tile);
+    case ROWS: return multiply_block<ROWS>(linear, input, first, panel, slab, fetch, tile);
         MINIVLLM_CASE(1) MINIVLLM_CASE(2) MINIVLLM_CASE(3) MINIVLLM_CASE(4) MINIVLLM_CASE(5) MINIVLLM_CASE(6)
         MINIVLLM_CASE(7) MINIVLLM_CASE(8) MINIVLLM_CASE(9) MINIVLLM_CASE(10) MINIVLLM_CASE(11)
 #undef MINIVLLM_CASE
-        default: return multiply_block<12>(linear, input, first, panel, fetch, tile);
+        default: return multiply_block<12>(linear, input, first, panel, slab, fetch, tile);
     }
 }
 
@@ -322,61 +319,77 @@ struct Target {
     int64_t width;
 };
 
-inline void deliver(const Target& target, const float* tile, int rows, int64_t first, int64_t panel) {
-    for (int row = 0; row < rows; ++row) {
-        const float* source = tile + row * PANEL;
+// Columns of a tile are scaled and get their bias on the way.
+inline void deliver(const Linear& linear, const Target& target, const float* tile, int64_t rows, int64_t first,
+                    int64_t panel) {
+    const int64_t column = panel * PANEL;
+    const bool scaled = linear.format != Format::Float;
+    f32x16 scales[2], biases[2];
+    for (int half = 0; half < 2; ++half) {
+        scales[half] = scaled ? load<f32x16>(linear.column_scale + column + half * LANES) : splat(1.0f);
+        biases[half] = linear.bias != nullptr ? load<f32x16>(linear.bias + column + half * LANES) : f32x16{};
+    }
+    const int64_t count = std::min<int64_t>(PANEL, target.width - column);
+    for (int64_t row = 0; row < rows; ++row) {
         float* out = target.out + (first + row) * target.stride;
+        f32x16 values[2];
+        for (int half = 0; half < 2; ++half)
+            values[half] = load<f32x16>(tile + row * PANEL + half * LANES) * scales[half] + biases[half];
         if (target.kind == Target::Gate) {
-            store(out + panel * LANES, silu(load<f32x16>(source)) * load<f32x16>(source + LANES));
-            continue;
-        }
-        const int64_t column = panel * PANEL;
-        const int64_t count = std::min<int64_t>(PANEL, target.width - column);
-        if (count == PANEL) {
-            for (int half = 0; half < PANEL; half += LANES) {
-                f32x16 value = load<f32x16>(source + half);
-                if (target.kind == Target::Add) value += load<f32x16>(out + column + half);
-                store(out + column + half, value);
+            store(out + panel * LANES, silu(values[0]) * values[1]);
+        } else if (count == PANEL) {
+            for (int half = 0; half < 2; ++half) {
+                float* place = out + column + half * LANES;
+                store(place, target.kind == Target::Add ? values[half] + load<f32x16>(place) : values[half]);
             }
         } else {
+            float row_values[PANEL];
+            store(row_values, values[0]);
+            store(row_values + LANES, values[1]);
             for (int64_t i = 0; i < count; ++i)
-                out[column + i] = target.kind == Target::Add ? out[column + i] + source[i] : source[i];
+                out[column + i] = target.kind == Target::Add ? out[column + i] + row_values[i] : row_values[i];
         }
     }
+}
+
+// One panel for the rows first_row .. last_row. Meanwhile the panel that comes next is brought into the cache.
+inline void multiply_panel(const Linear& linear, const Activations& input, int64_t first_row, int64_t last_row,
+                           int64_t panel, const Target& target, float* tile) {
+    const int64_t rows = last_row - first_row, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int64_t bytes = panel_bytes(linear.format, linear.depth);
+    const int64_t slab_stretches = stretches_of_slab(linear.format, linear.depth);
+    const int64_t slabs = (stretches_of(linear.format, linear.depth) + slab_stretches - 1) / slab_stretches;
+    const int64_t slab_bytes = slab_stretches * stretch_length(linear.format, linear.depth) * PANEL *
+                               (linear.format == Format::Int8 ? 1 : 2);
+    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL - 1) * bytes;
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
+            Fetch fetch{next + slab * slab_bytes, blocks == 1 ? 2 : block < 2 ? 1 : 0};
+            if (block == 1) fetch.address += slab_bytes / 2;
+            multiply_rows((int)(last - first), linear, input, first_row + first, panel, slab, fetch,
+                          tile + first * PANEL);
+        }
+    }
+    deliver(linear, target, tile, rows, first_row, panel);
 }
 
 // Takes tasks (a group of rows, a run of panels) until none is left; `counter` starts at 0, shared by the threads.
 inline void multiply(const Linear& linear, const Activations& input, int64_t rows, const Target& target,
                      std::atomic<int>& counter, int num_threads) {
     if (rows == 0) return;
-    alignas(64) float tile[BLOCK_ROWS * PANEL];
+    alignas(64) float tile[GROUP_ROWS * PANEL];
     const int64_t panels = linear.columns / PANEL;
     const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
-    // Enough tasks that no thread waits long for the last one; a lone thread needs no more than one.
+    // Enough tasks that no thread waits long for the last one.
     const int64_t runs = std::max<int64_t>(1, std::min(panels, (6 * num_threads + groups - 1) / groups));
-    const int64_t bytes = panel_bytes(linear.format, linear.depth);
-    const int64_t steps = bytes / 128;
     for (;;) {
         const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
         if (task >= runs * groups) return;
         const int64_t run = task / groups, group = task % groups;
-        const int64_t first_row = rows * group / groups, last_row = rows * (group + 1) / groups;
-        const int64_t blocks = (last_row - first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
         const int64_t last_panel = panels * (run + 1) / runs;
-        for (int64_t panel = panels * run / runs; panel < last_panel; ++panel) {
-            const char* next = (const char*)linear.data + std::min(panel + 1, panels - 1) * bytes;
-            for (int64_t block = 0; block < blocks; ++block) {
-                const int64_t first = first_row + (last_row - first_row) * block / blocks;
-                const int64_t last = first_row + (last_row - first_row) * (block + 1) / blocks;
-                Fetch fetch{next, 0};
-                if (blocks == 1)
-                    fetch.lines = 2;
-                else if (block < 2)
-                    fetch = {next + block * steps * 64, 1};
-                multiply_rows((int)(last - first), linear, input, first, panel, fetch, tile);
-                deliver(target, tile, (int)(last - first), first, panel);
-            }
-        }
+        for (int64_t panel = panels * run / runs; panel < last_panel; ++panel)
+            multiply_panel(linear, input, rows * group / groups, rows * (group + 1) / groups, panel, target, tile);
     }
 }
 

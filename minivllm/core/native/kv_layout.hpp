@@ -63,6 +63,26 @@ MINIVLLM_INLINE void put_value(typename Cache::Element* tile, int head_size, int
     tile[(lane / PAIR * head_size + dimension) * PAIR + lane % PAIR] = value;
 }
 
+#if defined(__AVX512BW__)
+// `write_token` for what it is mostly called with: float32 in, bfloat16 tiles. The other half of a pair of V may be
+// written by another thread at the same time, so it must not be read and put back.
+inline void write_tile_row(const float* key, const float* value, int head_size, int lane, uint16_t* key_tile,
+                           uint16_t* value_tile) {
+    for (int i = 0; i < head_size; i += LANES) {
+        uint32_t pairs[LANES / 2];
+        store(pairs, to_bfloat16(load<f32x16>(key + i)));
+        uint32_t* target = (uint32_t*)key_tile + (ptrdiff_t)(i / 2) * TILE + lane;
+        for (int pair = 0; pair < LANES / 2; ++pair) target[pair * TILE] = pairs[pair];
+        const u32x16 wide = __builtin_convertvector(to_bfloat16(load<f32x16>(value + i)), u32x16);
+        uint16_t* row = value_tile + ((ptrdiff_t)(lane / 2) * head_size + i) * 2;
+        if (lane % 2 == 0)
+            _mm512_mask_storeu_epi16(row, 0x55555555u, (__m512i)wide);
+        else
+            _mm512_mask_storeu_epi16(row, 0xaaaaaaaau, (__m512i)(wide << 16));
+    }
+}
+#endif
+
 // Writes K and V of one token and head into slot `slot` (block * block_size + offset).
 template <typename Cache>
 inline void write_token(const CacheView& cache, int64_t slot, int head, const void* key, const void* value,
@@ -82,6 +102,12 @@ inline void write_token(const CacheView& cache, int64_t slot, int head, const vo
     }
     const int lane = offset % TILE;
     const ptrdiff_t tile = (ptrdiff_t)(offset - lane) * head_size;
+#if defined(__AVX512BW__)
+    if constexpr (Cache::PAIR == 2) {
+        if (is_float32)
+            return write_tile_row((const float*)key, (const float*)value, head_size, lane, keys + tile, values + tile);
+    }
+#endif
     for (int i = 0; i < head_size; ++i) {
         put_key<Cache>(keys + tile, lane, i, Cache::from_input(key, is_float32, i));
         put_value<Cache>(values + tile, head_size, lane, i, Cache::from_input(value, is_float32, i));
