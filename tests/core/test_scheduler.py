@@ -41,6 +41,14 @@ def rejections(watched: WatchedEngine) -> dict[str, int]:
     return {reason: count for reason, count in watched.engine.stats().rejections.items() if count}
 
 
+def step_until_preemption(watched: WatchedEngine) -> None:
+    for _ in range(100):
+        watched.step()
+        if watched.engine.stats().preemptions_total:
+            return
+    raise AssertionError("nobody was preempted in 100 steps")
+
+
 # One budget, running first
 
 
@@ -250,6 +258,19 @@ def test_eos_as_the_last_allowed_token_is_called_length() -> None:
     assert all(ended.tokens == [0] for ended in watched.ended), "EOS is among the tokens"
 
 
+def test_stop_comes_before_the_fewest_tokens_asked_for() -> None:
+    watched = WatchedEngine(num_blocks=10, model=FakeModel(eos_per_mille=1000))
+    watched.add([1, 2], min_tokens=3, max_tokens=5)
+    watched.add([1, 2], min_tokens=3, max_tokens=3)
+    watched.add([1, 2], min_tokens=2, max_tokens=5, stop_token_ids=(0,), ignore_eos=True)
+    watched.drain()
+    assert sorted((ended.request_id, len(ended.tokens), str(ended.finish_reason)) for ended in watched.ended) == [
+        ("request-1", 3, "stop"),
+        ("request-2", 3, "stop"),
+        ("request-3", 2, "stop"),
+    ]
+
+
 def test_context_longer_than_the_pool_is_promised() -> None:
     with pytest.raises(ValueError, match="40"):
         WatchedEngine(num_blocks=10, block_size=4, max_model_len=41, model_max_len=1000)
@@ -320,6 +341,21 @@ def test_wrong_request_is_kept_or_harms_another(wrong: dict[str, Any]) -> None:
     watched.drain()
     watched.add([1, 2], request_id="wrong", max_tokens=2)
     watched.drain()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_second_request_of_a_live_id_takes_the_sampler_state_of_the_first(samples: int) -> None:
+    """The fake runner refuses to prepare an id twice, and to release one that it does not know."""
+    watched = WatchedEngine(num_blocks=20)
+    for steps in (0, 1):
+        request_id = watched.add(prompt(0, 6), max_tokens=6, n=2, ignore_eos=True)
+        for _ in range(steps):
+            watched.step()
+        with pytest.raises(InvalidRequestError) as caught:
+            watched.engine.add_request(request_id, [1, 2], SamplingParams(n=samples))
+        assert caught.value.param == "request_id"
+        watched.drain()
+    assert watched.finish_counts == {"length": 4}
 
 
 def test_refused_samples_leave_something_in_the_sampler() -> None:
@@ -424,8 +460,7 @@ def test_preempted_waits_behind_new_requests() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=3, max_head_bypasses=8, enable_prefix_caching=False)
     first = watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     second = watched.add(prompt(1, 8), max_tokens=14, ignore_eos=True)
-    while not watched.engine.stats().preemptions_total:
-        watched.step()
+    step_until_preemption(watched)
     small = watched.add(prompt(2, 3), max_tokens=1)
     assert running_ids(watched) == [first]
     assert waiting_ids(watched) == [second, small]
@@ -434,6 +469,15 @@ def test_preempted_waits_behind_new_requests() -> None:
     while second in waiting_ids(watched):
         assert small in waiting_ids(watched), "the preempted one was overtaken"
         watched.step()
+    watched.drain()
+
+
+def test_preempted_that_had_passed_the_head_waits_behind_it() -> None:
+    """Preempted before new, even before a new one that came earlier and was passed."""
+    watched = bypass_engine(max_head_bypasses=4)
+    passing = watched.add(prompt(2, 12), max_tokens=20, ignore_eos=True)
+    step_until_preemption(watched)
+    assert waiting_ids(watched) == [passing, "big"]
     watched.drain()
 
 
@@ -498,8 +542,7 @@ def test_urgent_sequence_is_preempted_for_a_newer_one_of_less_priority() -> None
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     patient = watched.add(prompt(0, 8), priority=1, max_tokens=14, ignore_eos=True)
     urgent = watched.add(prompt(1, 8), priority=0, max_tokens=14, ignore_eos=True)
-    while not watched.engine.stats().preemptions_total:
-        watched.step()
+    step_until_preemption(watched)
     assert running_ids(watched) == [urgent]
     assert waiting_ids(watched) == [patient]
     watched.drain()
@@ -509,8 +552,7 @@ def test_preempted_of_less_priority_goes_before_a_new_urgent_one() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     victim = watched.add(prompt(1, 8), priority=1, max_tokens=14, ignore_eos=True)
-    while not watched.engine.stats().preemptions_total:
-        watched.step()
+    step_until_preemption(watched)
     urgent = watched.add(prompt(2, 22), priority=0, max_tokens=1)
     assert waiting_ids(watched) == [urgent, victim]
     watched.drain()
@@ -651,8 +693,7 @@ def test_abort_of_a_preempted_request_loses_its_output() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     victim = watched.add(prompt(1, 8), max_tokens=14, ignore_eos=True)
-    while not watched.engine.stats().preemptions_total:
-        watched.step()
+    step_until_preemption(watched)
     watched.abort(victim)
     watched.drain()
     assert watched.finish_counts == {"abort": 1, "length": 1}
@@ -817,7 +858,9 @@ def test_abort_between_schedule_and_update_frees_blocks_that_are_being_written()
     scheduler.abort("one")
     scheduler.abort("one")
     assert scheduler.block_manager.get_num_free_blocks() == 5, "the step still writes there"
-    outputs = {output.request_id: output for output in scheduler.update(step, [9, 9])}
+    news = scheduler.update(step, [9, 9])
+    assert len(news) == 2
+    outputs = {output.request_id: output for output in news}
     assert (outputs["one"].finish_reason, outputs["one"].new_token_ids) == (FinishReason.ABORT, [])
     assert (outputs["two"].finish_reason, outputs["two"].new_token_ids) == (None, [9])
     assert scheduler.block_manager.get_num_free_blocks() == 7
