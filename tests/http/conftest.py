@@ -59,13 +59,13 @@ def scripted(tokenizer: Tokenizer, runner: ScriptedRunner) -> Iterator[LocalServ
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(tiny: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=tiny.base_url, timeout=30) as client:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scripted_client(scripted: LocalServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=scripted.base_url, timeout=30) as client:
         yield client

@@ -86,7 +86,9 @@ class ScriptedRunner:
         self.live: set[str] = set()
         self.fail_next_step: Exception | None = None
         self.fail_samples: dict[str, Exception] = {}
-        """A piece of a prompt -> what goes wrong with its sampling after the third token."""
+        """A piece of a prompt -> what goes wrong with its sampling after the third token, once `may_fail` is set."""
+        self.may_fail = threading.Event()
+        self.may_fail.set()
         self._scripts: dict[str, list[int]] = {}
 
     def prepare(self, sequence: Sequence) -> None:
@@ -127,7 +129,10 @@ class ScriptedRunner:
         if place < 3 or not self.fail_samples:
             return None
         prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
-        return next((error for piece, error in self.fail_samples.items() if piece in prompt), None)
+        planned = next((error for piece, error in self.fail_samples.items() if piece in prompt), None)
+        if planned is not None:
+            self.may_fail.wait(60)
+        return planned
 
     def _score(self, token_id: int) -> TokenLogprobs:
         rest = math.log((1 - self.CERTAINTY) / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,11 @@ class Stream:
     body: bytes = b""
 
 
-def read_stream(client: httpx.Client, path: str, body: dict[str, Any], **options: Any) -> Stream:
+def read_stream(
+    client: httpx.Client, path: str, body: dict[str, Any], on_chunk: Callable[[], None] = lambda: None
+) -> Stream:
     """Checks that [DONE] comes once and last, whatever came before."""
-    with client.stream("POST", path, json={**body, "stream": True}, **options) as answer:
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
         stream = Stream(answer.status_code, answer.headers)
         if answer.status_code != 200:
             stream.body = answer.read()
@@ -41,6 +44,7 @@ def read_stream(client: httpx.Client, path: str, body: dict[str, Any], **options
             else:
                 assert stream.error is None, "a chunk came after an error"
                 stream.chunks.append(chunk)
+                on_chunk()
         assert is_done
         return stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,12 @@ def loading(tokenizer: Tokenizer) -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def door(guarded: LocalServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded.base_url, timeout=60) as client:
+        yield client
+
+
 def key(value: str) -> dict[str, str]:
     return {"authorization": f"Bearer {value}"}
 
@@ -65,37 +72,35 @@ def error(answer: httpx.Response) -> responses.ErrorDetail:
     ],
     ids=range(7),
 )
-def test_without_a_key_nothing_but_health_is_open(guarded: LocalServer, headers: dict[str, str]) -> None:
-    with httpx.Client(base_url=guarded.base_url, headers=headers) as client:
-        for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/nope", "/health/", "//health"):
-            answer = client.get(path)
-            assert answer.status_code == 401, path
-            assert error(answer).code == "invalid_api_key"
-            assert answer.headers["www-authenticate"] == "Bearer"
-        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 401
-        assert client.get("/health").status_code == 200
+def test_without_a_key_nothing_but_health_is_open(door: httpx.Client, headers: dict[str, str]) -> None:
+    for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/nope", "/health/", "//health"):
+        answer = door.get(path, headers=headers)
+        assert answer.status_code == 401, path
+        assert error(answer).code == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert door.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 401
+    assert door.get("/health", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("given", KEYS)
-def test_any_of_the_keys_lets_in(guarded: LocalServer, given: str) -> None:
-    with httpx.Client(base_url=guarded.base_url, headers=key(given)) as client:
-        assert client.get("/v1/models").status_code == 200
-        assert client.post("/v1/completions", json={"prompt": "REPLY-SHORT"}).status_code == 200
-        assert client.get("/v1/models", headers={"authorization": f"bearer {given}"}).status_code == 200
+def test_any_of_the_keys_lets_in(door: httpx.Client, given: str) -> None:
+    for headers in (key(given), {"authorization": f"bearer {given}"}):
+        assert door.get("/v1/models", headers=headers).status_code == 200
+        assert door.post("/v1/completions", json={"prompt": "REPLY-SHORT"}, headers=headers).status_code == 200
 
 
 # ---- other web pages ----
 
 
-def test_only_named_origins_may_call(guarded: LocalServer, tiny: LocalServer) -> None:
+def test_only_named_origins_may_call(door: httpx.Client, client: httpx.Client) -> None:
     asks = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-    answer = httpx.options(guarded.base_url + "/v1/completions", headers=asks)
+    answer = door.options("/v1/completions", headers=asks)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://friend.example"
-    stranger = httpx.options(guarded.base_url + "/v1/completions", headers={**asks, "origin": "https://evil.example"})
+    stranger = door.options("/v1/completions", headers={**asks, "origin": "https://evil.example"})
     assert stranger.status_code == 400
     assert "access-control-allow-origin" not in stranger.headers
-    off = httpx.options(tiny.base_url + "/v1/completions", headers=asks)
+    off = client.options("/v1/completions", headers=asks)
     assert off.status_code == 405
     assert not any(name.startswith("access-control") for name in off.headers)
 
@@ -129,14 +134,14 @@ def test_unknown_paths_and_methods_have_our_error_body(client: httpx.Client) -> 
     assert client.post("/v1/models", json={}).status_code == 405
 
 
-def test_models_are_listed_and_found_by_id(client: httpx.Client, guarded: LocalServer) -> None:
+def test_models_are_listed_and_found_by_id(client: httpx.Client, door: httpx.Client) -> None:
     listing = responses.ModelList.model_validate(client.get("/v1/models").json())
     assert [(model.id, model.max_model_len) for model in listing.data] == [("tiny", 1024)]
     assert client.get("/v1/models/tiny").json() == client.get("/v1/models").json()["data"][0]
     answer = client.get("/v1/models/other")
     assert answer.status_code == 404
     assert error(answer).code == "model_not_found"
-    slashed = httpx.get(guarded.base_url + "/v1/models/org/guarded", headers=key(KEYS[0]))
+    slashed = door.get("/v1/models/org/guarded", headers=key(KEYS[0]))
     assert slashed.json()["id"] == "org/guarded"
 
 
@@ -213,12 +218,10 @@ def test_until_the_engine_is_there_everything_says_503(loading: LocalServer) -> 
 # ---- overload ----
 
 
-def test_a_full_queue_says_when_to_come_again(guarded: LocalServer) -> None:
-    import concurrent.futures
-
+def test_a_full_queue_says_when_to_come_again(guarded: LocalServer, door: httpx.Client) -> None:
     def ask(number: int) -> httpx.Response:
         body = {"prompt": "endless", "max_tokens": 60, "stream": number % 2 == 0}
-        return httpx.post(guarded.base_url + "/v1/completions", json=body, headers=key(KEYS[0]), timeout=60)
+        return door.post("/v1/completions", json=body, headers=key(KEYS[0]))
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(ask, range(12)))

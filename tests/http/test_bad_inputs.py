@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -314,7 +315,7 @@ def test_many_errors_are_listed_ten_at_most(client: httpx.Client) -> None:
     ]
     message = post(client, *completion(**{name: [{}] for name in names})).json()["error"]["message"]
     assert message.count("(got ") == 10
-    assert message.endswith("and 2 more")
+    assert re.search(r"; and \d+ more$", message)
 
 
 def test_giant_values_are_not_echoed(client: httpx.Client) -> None:

@@ -117,7 +117,7 @@ def test_template_variables_reach_the_template(client: httpx.Client, tokenizer: 
 
 
 def test_a_chat_ends_where_the_context_ends_unless_told_otherwise(client: httpx.Client) -> None:
-    answer = ask(client, ignore_eos=True)
+    answer = ask(client, user("river " * 900), ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 1024
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -155,11 +155,11 @@ def test_no_delta_is_empty_but_the_last(scripted_client: httpx.Client) -> None:
     assert all(chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1])
 
 
-def test_streams_join_to_the_whole_text_at_every_length(client: httpx.Client) -> None:
-    for max_tokens in range(1, 25):
-        body = {"messages": [user("مرحبا 你好")], "temperature": 0, "max_tokens": max_tokens}
-        whole = client.post(PATH, json=body).json()["choices"][0]
-        chunks = streamed(client, PATH, body)
+def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.Client) -> None:
+    for max_tokens in range(1, 40):
+        body = {"messages": [user("REPLY-UNICODE")], "temperature": 0, "max_tokens": max_tokens}
+        whole = scripted_client.post(PATH, json=body).json()["choices"][0]
+        chunks = streamed(scripted_client, PATH, body)
         assert joined_text(chunks) == whole["message"]["content"]
         assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
 

@@ -96,14 +96,13 @@ def test_a_stop_string_ends_the_work_too(scripted: LocalServer, scripted_client:
     assert scripted.snapshot().stats.generated_tokens_total < 1800
 
 
-def test_streams_join_to_the_whole_text_at_every_length(client: httpx.Client, scripted_client: httpx.Client) -> None:
-    for max_tokens in range(1, 30):
-        for one, prompt in ((client, "你好世界 🦊"), (scripted_client, "REPLY-UNICODE")):
-            body = {"prompt": prompt, "temperature": 0, "max_tokens": max_tokens}
-            answer = ask(one, prompt, max_tokens=max_tokens)
-            chunks = streamed(one, PATH, body)
-            assert joined_text(chunks) == answer["choices"][0]["text"]
-            assert chunks[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.Client) -> None:
+    for max_tokens in range(1, 40):
+        body = {"prompt": "REPLY-UNICODE", "temperature": 0, "max_tokens": max_tokens}
+        answer = ask(scripted_client, **body)
+        chunks = streamed(scripted_client, PATH, body)
+        assert joined_text(chunks) == answer["choices"][0]["text"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
 
 
 def test_no_chunk_is_empty_but_the_last(scripted_client: httpx.Client) -> None:

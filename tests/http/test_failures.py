@@ -25,15 +25,19 @@ def failing(runner: ScriptedRunner) -> Iterator[None]:
     runner.fail_samples["FAILS"] = RequestFailedError("the sampler tripped")
     yield
     runner.fail_samples.clear()
+    runner.may_fail.set()
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_request_that_fails_midway_ends_with_an_error_event(scripted_client: httpx.Client) -> None:
+def test_a_request_that_fails_midway_ends_with_an_error_event(
+    scripted_client: httpx.Client, runner: ScriptedRunner
+) -> None:
     for path, body in (
         (COMPLETIONS, {"prompt": "FAILS"}),
         (CHAT, {"messages": [{"role": "user", "content": "FAILS"}]}),
     ):
-        stream = read_stream(scripted_client, path, {**body, "max_tokens": 50})
+        runner.may_fail.clear()
+        stream = read_stream(scripted_client, path, {**body, "max_tokens": 50}, on_chunk=runner.may_fail.set)
         assert stream.status == 200
         assert joined_text(stream.chunks)
         assert stream.error is not None
