@@ -7,8 +7,8 @@ Scheduler and block manager run alone; a "step" is `schedule()` plus `update()` 
 * cost: microseconds a step and a sequence for pure decoding, and under Poisson arrivals with shared prefixes; and how
   they grow with running sequences, pool size and cached blocks.
 * blocks: nanoseconds a block for taking, freeing, hitting, evicting and publishing, on pools of different sizes.
-* policy: a busy chat service in simulated time: preemptions, wasted recompute, waiting time and KV use against the watermark,
-  and against reserving blocks for the full `max_tokens` of every request at admission.
+* policy: a busy chat service in simulated time: preemptions, wasted recompute, waiting time and KV use against the
+  watermark, and against reserving blocks for the full `max_tokens` of every request at admission.
 
 Times are CPU time of this thread, so that a busy machine does not blur them.
 """
@@ -259,7 +259,7 @@ def measure_blocks(quick: bool) -> dict[str, Any]:
 
 
 class ReservingBlockManager(BlockManager):
-    """Admits a request only if prompt and full `max_tokens` of it and of all that run would fit: nobody is preempted."""
+    """Admits a request only if prompt and full `max_tokens` of it and of all that run would fit: no preemptions."""
 
     def admission_refusal(self, sequence: Any, reserved_blocks: int = 0) -> Refusal | None:
         if sequence.block_table:
