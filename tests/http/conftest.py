@@ -61,11 +61,11 @@ def scripted(tokenizer: Tokenizer, runner: ScriptedRunner) -> Iterator[LocalServ
 
 @pytest.fixture(scope="session")
 def client(tiny: LocalServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=tiny.base_url, timeout=30) as client:
+    with httpx.Client(base_url=tiny.base_url, timeout=120) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def scripted_client(scripted: LocalServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=scripted.base_url, timeout=30) as client:
+    with httpx.Client(base_url=scripted.base_url, timeout=120) as client:
         yield client
