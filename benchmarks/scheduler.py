@@ -15,19 +15,17 @@ Times are CPU time of this thread, so that a busy machine does not blur them.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import heapq
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from minivllm.core.block_manager import BlockManager, Refusal
 from minivllm.core.config import EngineConfig
 from minivllm.core.sampling_params import SamplingParams
@@ -398,21 +396,19 @@ def show(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Cost and effect of scheduling, without a model.")
+def main(argv: list[str] | None = None) -> int:
+    parser = common.arguments("Cost and effect of scheduling, without a model.")
     parser.add_argument("--quick", action="store_true", help="smaller sizes: under a minute")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--only", choices=["cost", "blocks", "policy"], help="one of the three tables")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--only", choices=["cost", "blocks", "policy"], help="one of the three parts")
+    options = parser.parse_args(argv)
     parts: dict[str, Callable[[bool], dict[str, Any]]] = {
         "cost": measure_cost,
         "blocks": measure_blocks,
         "policy": measure_policy,
     }
+    common.print_environment()
     figures = {name: measure(options.quick) for name, measure in parts.items() if options.only in (None, name)}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    common.write_json(options.json, "scheduler", figures)
     return 0
 
 
