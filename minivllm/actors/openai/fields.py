@@ -15,14 +15,6 @@ from minivllm.core.sampling_params import MAX_STOP_STRINGS, SamplingParams, Stru
 
 Body = TypeVar("Body", bound="RequestBody")
 
-FORMAT_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 """A list of a million wrong items is refused for its first."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
