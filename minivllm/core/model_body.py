@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,22 +24,14 @@ from minivllm.core.native import library
 from minivllm.core.native.decoder import NativeDecoder, why_not_decoder
 from minivllm.core.native.packing import NumberFormat
 from minivllm.core.quantization import PackedProjection, pack_projections, quantize_with_torch
-from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler import ScheduledSequence
-from minivllm.core.sequence import Sequence
-
-if TYPE_CHECKING:
-    from minivllm.core.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
 class ModelBody(Protocol):
-    """A model that is ready to run steps. `compiles`: its first steps take long, and are best taken before a request
-    waits for them."""
+    """A model that is ready to run steps."""
 
     name: str
-    compiles: bool
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size); K and V of the tokens are in the pool afterwards."""
@@ -54,7 +46,6 @@ class TransformersBody:
     """transformers' own code."""
 
     name = "transformers"
-    compiles = False
 
     def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
         self._model = model
@@ -65,7 +56,7 @@ class TransformersBody:
         base = self._model.model.base_model
         base.forward = torch.compile(base.forward, dynamic=True)
         self.name = "transformers, compiled"
-        self.compiles = True
+        logger.info("the first steps compile the model: minutes the first time, later starts find it on disk")
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         self._attention.begin_step(model_input)
@@ -81,7 +72,6 @@ class NativeBody:
     """One C++ call for the decoder, one for the output projection. Frees the weights that it has packed."""
 
     name = "native"
-    compiles = False
 
     def __init__(self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int):
         started = time.monotonic()
@@ -155,20 +145,6 @@ def _choose(
     if config.compile == "on":
         plain.compile()
     return plain
-
-
-def warm_up(runner: ModelRunner) -> None:
-    """Runs what a compiler treats apart: a step of several tokens, and one of a single token. They use block 0."""
-    started = time.monotonic()
-    logger.info("compiling the model; this can take minutes the first time, later starts find it on disk ...")
-    sequence = Sequence("warm-up", [0, 0], SamplingParams())
-    sequence.block_table = [0, 0]
-    with torch.inference_mode():
-        for count, name in ((2, "several tokens"), (1, "one token")):
-            model_input = runner.make_input([ScheduledSequence(sequence, 0, count, samples=False)])
-            runner.body.logits(runner.body.hidden_states(model_input)[-1:])
-            logger.info("compiled for %s (%.0f s)", name, time.monotonic() - started)
-    runner.release(sequence)
 
 
 def free_packed_weights(model: Any) -> None:

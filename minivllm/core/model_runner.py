@@ -16,7 +16,7 @@ from minivllm.core.attention import choose_backend
 from minivllm.core.block_table_rows import BlockTableRows
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
-from minivllm.core.model_body import ModelBody, TransformersBody, choose_body, warm_up
+from minivllm.core.model_body import ModelBody, TransformersBody, choose_body
 from minivllm.core.model_input import ModelInput, PackedLayout
 from minivllm.core.model_loader import default_num_threads, load_model
 from minivllm.core.outputs import SampleResult, TokenLogprobs
@@ -81,8 +81,6 @@ class ModelRunner:
         check_unproven(self)
         longest = min(self.max_model_len, self.kv_cache.num_tokens)
         self.body = choose_body(config, self.model, self.attention, self.kv_cache, longest)
-        if self.body.compiles:
-            warm_up(self)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
