@@ -89,11 +89,13 @@ def test_text_ends_before_the_stop_string_streamed_or_not(scripted_client: httpx
 
 
 def test_a_stop_string_ends_the_work_too(scripted: LocalServer, scripted_client: httpx.Client) -> None:
+    before = scripted.snapshot().stats.generated_tokens_total
     for n in (1, 3):
         ask(scripted_client, "endless", max_tokens=900, n=n, stop="so on and so")
         ask(scripted_client, ["endless", "REPLY-SHORT"], max_tokens=900, n=n, stop="so on and so")
     scripted.until_idle(1.0)
-    assert scripted.snapshot().stats.generated_tokens_total < 1800
+    # Eight endless samples of 900 tokens each if nothing stopped them; how far they get is for the machine to say.
+    assert scripted.snapshot().stats.generated_tokens_total - before < 8 * 900 / 2
 
 
 def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.Client) -> None:
