@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import random
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from minivllm.core.attention import AttentionLayer
 from minivllm.core.attention.native import NativeBackend
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
 from minivllm.core.model_input import ModelInput, PackedLayout
+from tests.engine.portable_library import portable_library
 
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CPU = torch.device("cpu")
@@ -238,15 +238,7 @@ def test_more_threads_than_items_leave_one_out():
         torch.set_num_threads(before)
 
 
-def test_a_library_without_the_cpus_extensions_computes_something_else(tmp_path, monkeypatch):
-    """The portable source must serve CPUs that have none of what the fast paths use."""
-    from minivllm.core.native import bindings, build
-
-    flags = tuple(flag for flag in build._FLAGS if flag != "-march=native")
-    monkeypatch.setattr(build, "_FLAGS", (*flags, "-O1"))
-    target = tmp_path / "portable.so"
-    build._compile(build._compiler(), target)
-    portable = bindings.declare(ctypes.CDLL(str(target)))
-    monkeypatch.setattr(native, "library", lambda: portable)
+def test_a_cpu_without_extensions_computes_something_else(monkeypatch):
+    monkeypatch.setattr(native, "library", portable_library)
     for dtype in (torch.float32, torch.bfloat16):
         Bench(Case([300, 40, 1], [1, 40, 1], softcap=20.0, dtype=dtype)).check()

@@ -13,6 +13,7 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.native.packing import NumberFormat, apply, pack
 from minivllm.core.native.workspace import Workspace
+from tests.engine.portable_library import portable_library
 from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import TINY, reference_logits, reference_model, save_tiny
 
@@ -73,8 +74,24 @@ def run_prompts(config: EngineConfig) -> WatchedRun:
 )
 def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
-    assert run.engine.model_runner.body.name == "native"
+    has_integer_dot = native.library().minivllm_has_integer_dot()
+    assert run.engine.model_runner.body.name == "native" or (quantization and not has_integer_dot)
     assert largest_error(run, folders[name]) < TOLERANCE[quantization]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cpu_without_extensions_computes_something_else(quantization, folders, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
+    run = run_prompts(settings(folders["qwen3"], quantization=quantization))
+    # 8 bits need the CPU's integer units; torch has its own way.
+    assert run.engine.model_runner.body.name == ("native" if quantization is None else "transformers")
+    assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
+
+
+def test_8_bits_of_a_model_in_float32(folders):
+    run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
+    assert run.engine.model_runner.body.name == "native" or not native.library().minivllm_has_integer_dot()
+    assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
