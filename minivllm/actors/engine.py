@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -34,6 +35,9 @@ GIL_SWITCH_INTERVAL_S = 0.0005
 """The loop's thread may hold the interpreter this long while the step thread waits for it. Python's 5 ms would be a
 good part of a step."""
 
+GC_YOUNG_OBJECTS = 20_000
+"""New objects between two passes of the garbage collector. Python's 700 would be a pass every few steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -53,6 +57,10 @@ def load_engine(config: EngineConfig) -> LLMEngine:
     runner = ModelRunner(config)
     engine = LLMEngine(config, runner)
     warm_up(runner, engine.scheduler.token_budget)
+    # What is alive now stays alive: no later pass of the collector needs to walk the model and the libraries again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG_OBJECTS)
     return engine
 
 

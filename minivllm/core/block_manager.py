@@ -438,11 +438,11 @@ class BlockManager:
             known.append(block_pool.hash_block(parent, self._block_tokens(sequence, len(known)), salt))
         return known[index]
 
-    def _block_tokens(self, sequence: BlockSequence, index: int) -> list[int]:
+    def _block_tokens(self, sequence: BlockSequence, index: int) -> tuple[int, ...]:
+        # A tuple, since Python's garbage collector leaves tuples of numbers alone: of lists it would walk every one.
         start, end = index * self.block_size, (index + 1) * self.block_size
         prompt = sequence.prompt_token_ids
         if end <= len(prompt):
-            return prompt[start:end]
-        generated = sequence.generated_token_ids
+            return tuple(prompt[start:end])
         split = len(prompt)
-        return prompt[start:] + generated[max(0, start - split) : end - split]
+        return (*prompt[start:], *sequence.generated_token_ids[max(0, start - split) : end - split])

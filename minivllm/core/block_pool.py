@@ -28,7 +28,7 @@ from minivllm.core.errors import BlockNotInUseError, InvalidRequestError, NoFree
 _HASH_KEY = os.urandom(32)
 
 
-def hash_block(parent_hash: Hashable, token_ids: list[int], cache_salt: str | None) -> Hashable:
+def hash_block(parent_hash: Hashable, token_ids: tuple[int, ...], cache_salt: str | None) -> Hashable:
     """The hash of a full block, chained: it stands for the block's tokens and all tokens before them.
 
     Args:
@@ -50,11 +50,11 @@ class CachedContent:
     """What a published block holds. Two contents are one prefix only if their chains are the same objects."""
 
     block_hash: Hashable
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     parent: CachedContent | None
     cache_salt: str | None
 
-    def is_prefix(self, token_ids: list[int], parent: CachedContent | None, cache_salt: str | None) -> bool:
+    def is_prefix(self, token_ids: tuple[int, ...], parent: CachedContent | None, cache_salt: str | None) -> bool:
         return self.parent is parent and self.token_ids == token_ids and self.cache_salt == cache_salt
 
 
@@ -119,7 +119,7 @@ class BlockPool:
             seen.add(block_id)
 
     def find(
-        self, block_hash: Hashable, token_ids: list[int], parent: CachedContent | None, cache_salt: str | None
+        self, block_hash: Hashable, token_ids: tuple[int, ...], parent: CachedContent | None, cache_salt: str | None
     ) -> int | None:
         """The block that carries exactly this prefix. The hash only proposes it; the tokens decide."""
         block_id = self.block_of_hash.get(block_hash)
