@@ -31,6 +31,7 @@ from minivllm.core.stats import EngineStats
 
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.sampling_params import SamplingParams
 
 logger = logging.getLogger("minivllm.engine")
 
@@ -65,6 +66,7 @@ class EngineLoop:
         self.last_stats = EngineStats()
         self.on_death: Callable[[], None] | None = None
         self._build_engine = build_engine
+        self._precompile: Callable[[SamplingParams], None] | None = None
         self._on_snapshot = on_snapshot
         self._snapshot_interval_s = snapshot_interval_s
         self._snapshot_number = 0
@@ -106,6 +108,8 @@ class EngineLoop:
         Whoever is cancelled here has to `discard` the request, as `OutputRouter.stream` does: it may be accepted yet.
         """
         self._raise_if_dead()
+        if self._precompile is not None and request.sampling_params.structured_output is not None:
+            await asyncio.to_thread(self._precompile, request.sampling_params)  # no stream waits for a slow grammar
         now = time.monotonic()
         self._router.add(request, collector, Latencies(self._latencies, now))
         accepted: asyncio.Future[None] = self._loop.create_future()
@@ -226,6 +230,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             engine = self._build_engine()
+            self._precompile = getattr(engine.model_runner, "precompile", None)
         except BaseException as error:
             self._post(_settle, self._ready, None, error)
             return

@@ -21,6 +21,7 @@ from minivllm.core.model_input import ModelInput, PackedLayout
 from minivllm.core.model_loader import default_num_threads, load_model
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampler import Sampler, token_logprobs
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler import ScheduledSequence, ScheduledStep
 from minivllm.core.self_check import check_unproven
 from minivllm.core.sequence import Sequence
@@ -91,6 +92,10 @@ class ModelRunner:
             InvalidRequestError: it asks for what the sampler cannot do. Nothing is kept then.
         """
         self.sampler.prepare(sequence)
+
+    def precompile(self, params: SamplingParams) -> None:
+        """Does the slow part of `prepare` ahead, from any thread; raises the same."""
+        self.sampler.precompile(params)
 
     def release(self, sequence: Sequence) -> None:
         """Lets go of everything held for a sequence."""

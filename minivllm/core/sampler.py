@@ -38,6 +38,7 @@ from minivllm.core.sampler_math import (
 )
 from minivllm.core.sampler_noise import fresh_seed
 from minivllm.core.sampler_state import RowState
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.core.structured_output import GrammarCompiler, GrammarMasks
 from minivllm.core.tokenizer import Tokenizer
@@ -125,6 +126,11 @@ class Sampler:
         if sequence not in self._states:
             self.prepare(sequence)
         return self._states[sequence]
+
+    def precompile(self, params: SamplingParams) -> None:
+        """Compiles and keeps the grammar of a request to come, from any thread. Raises what `prepare` would."""
+        if params.structured_output is not None:
+            self._grammars.compile(params.structured_output)
 
     # -- grammar masks, beside the forward pass ----------------------------------------------------
 

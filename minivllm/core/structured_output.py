@@ -7,6 +7,7 @@ computed without the GIL, so it runs beside the forward pass, see `Sampler.start
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,9 @@ JSON_WHITESPACE = r" |\n {0,16}"
 
 MAX_REGEX_LENGTH = 4096
 """Characters of a regular expression. The time to compile one can grow with the square of its length."""
+
+MAX_REPEAT = 10_000
+"""Largest count in braces of a regular expression: a million takes a second to compile."""
 
 MAX_GRAMMAR_LENGTH = 256 * 1024
 """Characters of a schema, a grammar or a list of choices."""
@@ -133,12 +137,13 @@ class GrammarCompiler:
         key = (structured_output.kind, structured_output.value)
         with self._lock:
             matcher = self._compiled.get(key)
-            if matcher is None:
-                matcher = self._compile_new(structured_output)
-                self._compiled[key] = matcher
-                while len(self._compiled) > _KEPT_GRAMMARS:
-                    self._compiled.popitem(last=False)
+        if matcher is None:  # outside of the lock: a slow grammar must not hold up those that are compiled
+            matcher = self._compile_new(structured_output)
+        with self._lock:
+            self._compiled[key] = matcher
             self._compiled.move_to_end(key)
+            while len(self._compiled) > _KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
             return GrammarState(matcher.deep_copy())
 
     def _compile_new(self, structured_output: StructuredOutput) -> LLMatcher:
@@ -249,6 +254,9 @@ def _grammar_text(structured_output: StructuredOutput) -> str:
 def _check_regex(pattern: str) -> None:
     if len(pattern) > MAX_REGEX_LENGTH:
         raise ValueError(f"a regular expression is longer than {MAX_REGEX_LENGTH} characters")
+    for count in re.findall(r"\{[0-9]*,?([0-9]+)\}", pattern):
+        if len(count) > len(str(MAX_REPEAT)) or int(count) > MAX_REPEAT:
+            raise ValueError(f"a regular expression repeats something more than {MAX_REPEAT} times")
 
 
 def _patterns(schema: Any) -> Iterator[str]:

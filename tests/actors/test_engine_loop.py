@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import pickle
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from minivllm.actors.engine_loop import EngineLoop
-from minivllm.actors.messages import EngineSnapshot
+from minivllm.actors.messages import EngineSnapshot, GenerateRequest
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
 from minivllm.core.outputs import RequestOutput
+from minivllm.core.sampling_params import SamplingParams, StructuredOutput
 from minivllm.core.sequence import FinishReason
 from tests.actors.fakes import PacedRunner, started_loop
 from tests.actors.helpers import assert_idle, collect, request, until
@@ -154,6 +156,22 @@ async def test_an_abort_by_id_ends_the_stream_with_its_reason(loop: EngineLoop) 
     await anext(stream)
     loop.abort("r")
     assert (await collect(stream))[0].finish_reason is FinishReason.ABORT
+
+
+async def test_a_grammar_that_is_slow_to_compile_halts_no_stream(runner: PacedRunner) -> None:
+    release = threading.Event()
+    runner.precompile = lambda _: release.wait(30)  # type: ignore[attr-defined]
+    loop = await started_loop(runner)
+    slow = GenerateRequest(
+        "slow", [1, 2], SamplingParams(max_tokens=3, structured_output=StructuredOutput(kind="regex", value="a"))
+    )
+    waiting = asyncio.ensure_future(collect(loop.generate(slow)))
+    result = await collect(loop.generate(request("quick", 5)))
+    assert len(result[0].new_token_ids) == 5
+    assert not waiting.done()
+    release.set()
+    assert len((await waiting)[0].new_token_ids) == 3
+    loop.stop()
 
 
 async def test_a_live_id_is_refused_and_its_owner_not_harmed(loop: EngineLoop, runner: PacedRunner) -> None:

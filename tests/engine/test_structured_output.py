@@ -230,6 +230,8 @@ def test_a_grammar_that_cannot_be_followed_fails_alone(sampler: Sampler, tokeniz
         ("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000, "response_format"),
         ("regex", "(", "structured_outputs"),
         ("regex", "(?=look)ahead", "structured_outputs"),
+        ("regex", "a{1000000}", "structured_outputs"),
+        ("json_schema", {"type": "string", "pattern": "^a{3,20000}$"}, "response_format"),
         ("regex", ".*" * MAX_REGEX_LENGTH, "structured_outputs"),
         ("regex", "[^\\x00-\\U0010ffff]", "structured_outputs"),
         ("choice", "[]", "structured_outputs"),
@@ -263,3 +265,11 @@ def test_without_a_tokenizer_structured_output_is_refused_and_all_else_works(sou
     plain = Sequence("plain", [1], SamplingParams(temperature=0.0))
     sampler.prepare(plain)
     assert sampler.sample(torch.zeros(1, 100), [plain])[0].token_id == 0
+
+
+def test_a_grammar_compiled_ahead_is_not_compiled_again(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = request("ahead", "regex", "ahead-[0-9]{3}")
+    sampler.precompile(sequence.sampling_params)
+    monkeypatch.setattr(sampler._grammars, "_compile_new", None)  # calling it would fail
+    sampler.prepare(sequence)
+    sampler.release(sequence)
