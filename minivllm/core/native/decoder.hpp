@@ -1,9 +1,13 @@
 // The whole decoder of a Llama-like model in one call: embedding, layers, final norm. One team of threads goes through
-// all of it; within a stage threads take pieces of work from a shared counter, so that a core that something else
-// disturbs does less instead of holding up the other. Activations are float32 between the products.
+// all of it, and takes pieces of each stage as they come (`stage.hpp`), so that a core that something else disturbs does
+// less instead of holding up the other. Activations are float32 between the products.
 #pragma once
 
 #include <omp.h>
+
+#include <map>
+#include <utility>
+#include <vector>
 
 #include "attention.hpp"
 #include "gemm.hpp"
@@ -83,7 +87,7 @@ inline void rotate(float* head, const float* cosines, const float* sines, int64_
     }
 }
 
-// One thread's way through the decoder. `counters` are zero at the start, one for each stage that shares work.
+// One thread's way through the decoder.
 struct Worker {
     const Decoder& decoder;
     const Layout& layout;
@@ -96,27 +100,17 @@ struct Worker {
     Partials& partials;
     Scratch& scratch;
     float* row_memory;              // of this thread
-    std::vector<std::atomic<int>>& counters;
+    std::vector<Stage>& stages;     // reset
     int num_threads;
     int stage = 0;
 
     static constexpr int STAGES_PER_LAYER = 10, STAGES_AROUND = 2;
 
-    void meet() {
-#pragma omp barrier
-    }
-
     // Calls work(row) for all rows, shared between the threads.
     template <typename Work>
     void for_rows(Work work) {
-        std::atomic<int>& counter = counters[stage++];
         const int64_t run = std::max<int64_t>(1, std::min<int64_t>(16, num_tokens / (2 * num_threads)));
-        for (;;) {
-            const int64_t first = counter.fetch_add((int)run, std::memory_order_relaxed);
-            if (first >= num_tokens) break;
-            for (int64_t row = first; row < std::min(num_tokens, first + run); ++row) work(row);
-        }
-        meet();
+        share(stages[stage++], num_tokens, run, work);
     }
 
     void pack(const Linear& linear, const float* source, int64_t stride, const float* norm) {
@@ -134,8 +128,7 @@ struct Worker {
 
     void product(const Linear& linear, Target::Kind kind, float* out, int64_t stride, int64_t width) {
         const Activations input{buffers.words.get(), buffers.word_stride, buffers.scales.get(), buffers.scale_stride};
-        multiply(linear, input, num_tokens, Target{kind, out, stride, width}, counters[stage++], num_threads);
-        meet();
+        multiply(linear, input, num_tokens, Target{kind, out, stride, width}, stages[stage++], num_threads);
     }
 
     void embed() {
@@ -183,8 +176,7 @@ struct Worker {
                               buffers.attended.get(), true};
         const Plan& plan = plans.at({heads.window, heads.num_query_heads});
         Attention<Cache> attention{layout, heads, cache, queries, plan, partials, partials.counts(index), scratch};
-        attention.run_all(counters[stage++]);
-        meet();
+        attention.run_all(stages[stage++]);
     }
 
     template <typename Cache>

@@ -14,7 +14,7 @@ struct Workspace {
     std::map<std::pair<int, int>, Plan> plans;  // by window and query heads; of the running step
     Partials partials;
     Buffers buffers;
-    std::vector<std::atomic<int>> counters;
+    std::vector<Stage> stages;
 };
 
 }  // namespace
@@ -76,20 +76,20 @@ void attend(Workspace& workspace, const AttentionCall& call) {
     workspace.partials.start(1);
 
     const ptrdiff_t width = is_float32 ? 4 : 2;
-    std::atomic<int> counter{0};
+    Stage writing, attending;
 #pragma omp parallel num_threads(workspace.num_threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < call.step.num_tokens; ++token)
+        share(writing, call.step.num_tokens, 8, [&](int64_t token) {
             for (int head = 0; head < heads.num_kv_heads; ++head)
                 write_token<Cache>(
                     cache, call.step.slot_mapping[token], head,
                     (const char*)call.key + (token * call.key_token_stride + head * call.key_head_stride) * width,
                     (const char*)call.value + (token * call.value_token_stride + head * call.value_head_stride) * width,
                     is_float32);
+        });
         Attention<Cache> attention{layout, heads, cache, queries, plan, workspace.partials, workspace.partials.counts(0),
                                    workspace.scratch[omp_get_thread_num()]};
-        attention.run_all(counter);
+        attention.run_all(attending);
     }
 }
 
@@ -136,15 +136,15 @@ extern "C" void minivllm_linear(void* handle, const Linear* linear, const float*
     Buffer<uint32_t> words = make_buffer<uint32_t>(rows * stride);
     const int64_t scale_stride = stretches_of(linear->format, linear->depth);
     Buffer<float> scales = make_buffer<float>(rows * scale_stride);
-    std::atomic<int> counter{0};
+    Stage packing, multiplying;
 #pragma omp parallel num_threads(workspace.num_threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row)
+        share(packing, rows, 4, [&](int64_t row) {
             pack_row(linear->format, linear->largest_norm, input + row * linear->depth, linear->depth,
                      words.get() + row * stride, scales.get() + row * scale_stride);
+        });
         multiply(*linear, Activations{words.get(), stride, scales.get(), scale_stride}, rows,
-                 Target{Target::Store, out, out_stride, width}, counter, workspace.num_threads);
+                 Target{Target::Store, out, out_stride, width}, multiplying, workspace.num_threads);
     }
 }
 
@@ -165,8 +165,8 @@ void decode(Workspace& workspace, const Decoder& decoder, const StepCall& step, 
     workspace.partials.start(decoder.num_layers);
     workspace.buffers.reserve(decoder, step.num_tokens, workspace.num_threads);
     const size_t stages = decoder.num_layers * Worker::STAGES_PER_LAYER + Worker::STAGES_AROUND;
-    if (workspace.counters.size() < stages) workspace.counters = std::vector<std::atomic<int>>(stages);
-    for (auto& counter : workspace.counters) counter.store(0, std::memory_order_relaxed);
+    if (workspace.stages.size() < stages) workspace.stages = std::vector<Stage>(stages);
+    for (Stage& stage : workspace.stages) stage.reset();
 #pragma omp parallel num_threads(workspace.num_threads)
     {
         const int thread = omp_get_thread_num();
@@ -175,7 +175,7 @@ void decode(Workspace& workspace, const Decoder& decoder, const StepCall& step, 
                       step.slot_mapping, step.num_tokens,
                       workspace.buffers, workspace.plans,
                       workspace.partials, workspace.scratch[thread],
-                      workspace.buffers.row_of(thread), workspace.counters,
+                      workspace.buffers.row_of(thread), workspace.stages,
                       workspace.num_threads};
         worker.run<Cache>(out);
     }
