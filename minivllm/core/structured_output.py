@@ -254,7 +254,7 @@ def _grammar_text(structured_output: StructuredOutput) -> str:
 def _check_regex(pattern: str) -> None:
     if len(pattern) > MAX_REGEX_LENGTH:
         raise ValueError(f"a regular expression is longer than {MAX_REGEX_LENGTH} characters")
-    for count in re.findall(r"\{[0-9]*,?([0-9]+)\}", pattern):
+    for count in re.findall(r"\{(?:[0-9]*,)?([0-9]+)\}", pattern):
         if len(count) > len(str(MAX_REPEAT)) or int(count) > MAX_REPEAT:
             raise ValueError(f"a regular expression repeats something more than {MAX_REPEAT} times")
 
