@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.collector import Collector
 from minivllm.actors.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("minivllm.client")
+
+Result = TypeVar("Result")
 
 
 class EngineClient:
@@ -49,7 +52,7 @@ class EngineClient:
         self._keep_interval_s = keep_interval_s
         self._connect_timeout_s = connect_timeout_s
         self._connection: _Connection | None = None
-        self._connecting: asyncio.Lock | None = None
+        self._connecting: asyncio.Task[_Connection] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
         """Outputs of one request, merged from all that came since the consumer last asked.
@@ -98,14 +101,20 @@ class EngineClient:
         if self._connection is not None and self._connection.is_open:
             return self._connection
         if self._connecting is None:
-            self._connecting = asyncio.Lock()
-        async with self._connecting:
-            if self._connection is None or not self._connection.is_open:
-                connection = _Connection(self._stream, self._call)
-                await connection.open(self._connect_timeout_s)
-                connection.keep_up(self._keep_interval_s, self._consumer_timeout_s)
-                self._connection = connection
-            return self._connection
+            self._connecting = in_own_context(self._connect())
+            self._connecting.add_done_callback(_take_note)
+        # Others may wait for the same connection: who is cancelled leaves it to them.
+        return await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> _Connection:
+        try:
+            connection = _Connection(self._stream, self._call)
+            await connection.open(self._connect_timeout_s)
+            connection.keep_up(self._keep_interval_s, self._consumer_timeout_s)
+            self._connection = connection
+            return connection
+        finally:
+            self._connecting = None
 
 
 class _Connection:
@@ -210,10 +219,25 @@ class _Connection:
                     logger.info("the engine does not answer: %s", error)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = in_own_context(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _take_note(task: asyncio.Task[Any]) -> None:
+    """Those who waited for it may all be gone: nobody else asks for its exception."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.info("no connection to the engine: %s", task.exception())
+
+
+def in_own_context(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """A task without the context of the request on whose behalf it happens to start.
+
+    Serve keeps the current request in a context variable, takes every call made under it for its child, and cancels
+    the children with their parent. The shared connection, and the abort that a cancelled request sends, must survive.
+    """
+    return asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
 
 
 async def _typed(response: Any) -> Any:

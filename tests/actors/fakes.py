@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import threading
 import time
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,9 @@ class LocalEngine:
         return await self.loop.snapshot()
 
 
+PARENT: ContextVar[str | None] = ContextVar("PARENT", default=None)
+
+
 class LocalHandle:
     """Stands for Serve's handle: each call is a task of its own, which may be late (`delays_s`) or lost (`lost`).
 
@@ -79,6 +83,8 @@ class LocalHandle:
         self.delays_s: dict[str, float] = {}
         self.lost: set[str] = set()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.parents: set[str | None] = set()
+        """Requests on whose behalf calls were made, by the context variable that stands for Serve's."""
 
     def options(self, *, stream: bool = False, _by_reference: bool = True) -> LocalHandle:
         return self
@@ -88,6 +94,7 @@ class LocalHandle:
 
     def _remote(self, name: str, *arguments: Any) -> Any:
         self.calls.append((name, arguments))
+        self.parents.add(PARENT.get())
         if name == "connect":
             return LocalStream(self, arguments)
         return asyncio.get_running_loop().create_task(self._answer(name, arguments))
@@ -108,6 +115,7 @@ class LocalStream:
 
     async def _pump(self, handle: LocalHandle, arguments: tuple[Any, ...]) -> None:
         try:
+            await asyncio.sleep(handle.delays_s.get("connect", 0))
             if handle.target is None:
                 await asyncio.Event().wait()
             async with contextlib.aclosing(handle.target.connect(*arguments)) as stream:

@@ -12,7 +12,7 @@ from minivllm.actors.engine_client import EngineClient
 from minivllm.actors.engine_loop import EngineLoop
 from minivllm.core.errors import EngineDeadError, InvalidRequestError
 from minivllm.core.sequence import FinishReason
-from tests.actors.fakes import LocalEngine, LocalHandle, PacedRunner, started_loop
+from tests.actors.fakes import PARENT, LocalEngine, LocalHandle, PacedRunner, started_loop
 from tests.actors.helpers import assert_idle, collect, request, until
 
 
@@ -124,6 +124,36 @@ async def test_an_abort_does_not_overtake_its_request(
     await until(lambda: made(handle, "abort") == 1, "the abort follows")
     await assert_idle(loop, runner)
     assert runner.released_total == 1
+
+
+async def test_no_call_is_a_child_of_the_request_that_made_it(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    """Serve cancels a request's child calls with it: the channel of all others, and the request's own abort."""
+
+    async def leave() -> None:
+        PARENT.set("a request")
+        stream = client.generate(request("r", 200))
+        await anext(stream)
+        await stream.aclose()
+
+    await asyncio.create_task(leave())
+    await until(lambda: made(handle, "keep") > 0 and made(handle, "abort") > 0, "every kind of call was made")
+    assert handle.parents == {None}
+    await assert_idle(loop, runner)
+
+
+async def test_a_request_that_leaves_while_it_connects_does_not_stop_the_others(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    handle.delays_s["connect"] = 0.1
+    first = asyncio.create_task(collect(client.generate(request("first", 200))))
+    second = asyncio.create_task(collect(client.generate(request("second", 5))))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    assert len((await second)[0].new_token_ids) == 5
+    assert made(handle, "connect") == 1
+    await assert_idle(loop, runner)
 
 
 async def test_a_lost_abort_is_made_up_for(

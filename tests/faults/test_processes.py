@@ -120,6 +120,48 @@ def test_a_hanging_forward_pass_is_noticed_and_the_replica_replaced(broken: Brok
     assert_serves(broken)
 
 
+def test_the_first_client_may_leave_without_harming_the_others(broken: Broken) -> None:
+    """Its request opened the connection between ingress and engine, which all share."""
+    old = broken.info().engine_id
+    kill(replica_pid(broken.app, "Engine"))
+    broken.wait_for_another_engine(old)
+
+    async def leave_first() -> str:
+        started = asyncio.Semaphore(0)
+        async with httpx.AsyncClient(timeout=60) as client:
+            first = asyncio.create_task(read_stream(client, broken, started))
+            await started.acquire()
+            other = asyncio.create_task(read_stream(client, broken, started))
+            await started.acquire()
+            first.cancel()
+            return await other
+
+    text = asyncio.run(leave_first())
+    assert '"error"' not in text
+    assert text.rstrip().endswith("data: [DONE]")
+    assert_serves(broken)
+
+
+def test_many_clients_that_leave_at_once_are_all_let_go(broken: Broken) -> None:
+    aborted = broken.stats().stats.finished.get("abort", 0)
+
+    async def leave_all() -> None:
+        started = asyncio.Semaphore(0)
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+            tasks = [asyncio.create_task(read_stream(client, broken, started)) for _ in range(60)]
+            for _ in tasks:
+                await started.acquire()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    for _ in range(5):
+        asyncio.run(leave_all())
+        wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 5)
+    assert broken.stats().stats.finished["abort"] == aborted + 300
+
+
 def test_a_killed_ingress_leaves_nothing_running_in_the_engine(broken: Broken) -> None:
     aborted = broken.stats().stats.finished.get("abort", 0)
     results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Ingress"))))
