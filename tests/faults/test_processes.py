@@ -27,8 +27,11 @@ def body(broken: Broken, prompt: Any = "Hello", **fields: Any) -> dict[str, Any]
     return {"model": broken.model, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
 
 
-async def read_stream(client: httpx.AsyncClient, broken: Broken, started: asyncio.Semaphore) -> str:
-    async with client.stream("POST", f"{broken.base_url}/v1/completions", json=body(broken, stream=True)) as response:
+async def read_stream(
+    client: httpx.AsyncClient, broken: Broken, started: asyncio.Semaphore, max_tokens: int = 2000
+) -> str:
+    request = body(broken, stream=True, max_tokens=max_tokens)
+    async with client.stream("POST", f"{broken.base_url}/v1/completions", json=request) as response:
         text = ""
         async for part in response.aiter_text():
             if not text:
@@ -131,7 +134,7 @@ def test_the_first_client_may_leave_without_harming_the_others(broken: Broken) -
         async with httpx.AsyncClient(timeout=60) as client:
             first = asyncio.create_task(read_stream(client, broken, started))
             await started.acquire()
-            other = asyncio.create_task(read_stream(client, broken, started))
+            other = asyncio.create_task(read_stream(client, broken, started, 200))
             await started.acquire()
             first.cancel()
             return await other
