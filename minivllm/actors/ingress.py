@@ -51,7 +51,7 @@ class Ingress:
         tokenizer = await asyncio.to_thread(load_tokenizer, args)
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
-        self._service = GenerationService(client, tokenizer, args)
+        self._service = GenerationService(client, tokenizer, args, self._last_known)
         # In the background: /health answers while the engine is still loading.
         self._service.start()
 
@@ -130,6 +130,10 @@ class Ingress:
     async def stats(self) -> EngineSnapshot:
         """The engine as it is now."""
         return await self._service.engine.stats()
+
+    async def _last_known(self) -> EngineSnapshot | None:
+        snapshot: EngineSnapshot | None = await self._metrics.current.remote()
+        return snapshot
 
     async def metrics_history(self, last: int | None = None) -> list[HistoryPoint]:
         """Block counts and rejections over time, from the Metrics deployment, oldest first."""

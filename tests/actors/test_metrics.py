@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minivllm.actors.config import AppArgs
 from minivllm.actors.latencies import Latencies
 from minivllm.actors.messages import EngineSnapshot, Histogram
 from minivllm.actors.metrics import MetricsStore
+from minivllm.actors.openai import service as openai_service
 from minivllm.actors.prometheus import render_prometheus
 from minivllm.actors.publisher import SnapshotPublisher
+from minivllm.core.errors import EngineDeadError
 from minivllm.core.stats import EngineStats
 
 
@@ -137,6 +142,37 @@ def test_a_value_on_a_bound_counts_below_it() -> None:
 def test_a_dead_engine_and_none_at_all_are_down() -> None:
     assert read(render_prometheus(None)) == {("minivllm_engine_up", ()): 0}
     assert read(render_prometheus(EngineSnapshot(EngineStats(), is_dead=True)))["minivllm_engine_up", ()] == 0
+
+
+class Engine:
+    def __init__(self, failure: Exception | None) -> None:
+        self.failure = failure
+
+    async def info(self) -> str:
+        return "ready"
+
+    async def stats(self) -> EngineSnapshot:
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "silent"])
+async def test_metrics_of_an_engine_that_cannot_be_asked_are_the_last_known(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    async def last_known() -> EngineSnapshot:
+        return snapshot(3, generated_tokens_total=77)
+
+    monkeypatch.setattr(openai_service, "METRICS_TIMEOUT_S", 0.1)
+    tokenizer: Any = SimpleNamespace(vocab_size=0)
+    engine: Any = Engine(failure)
+    service = openai_service.GenerationService(engine, tokenizer, AppArgs(), last_known)
+    await service.ready()
+    values = read(render_prometheus(await service.last_snapshot()))
+    assert values["minivllm_generated_tokens_total", ()] == 77
+    assert values["minivllm_engine_up", ()] == 0
 
 
 # ---- how it is told

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from minivllm.actors.config import AppArgs
@@ -28,6 +30,8 @@ INLINE_CHARACTERS = 2048
 """A text of this length is tokenized in well under a millisecond: handing it to a thread would take longer."""
 HEALTH_TIMEOUT_S = 5.0
 """The engine answers between two steps, and a step may be long."""
+METRICS_TIMEOUT_S = 5.0
+"""Less than Prometheus waits."""
 RELOAD_PAUSE_S = 0.5
 
 
@@ -38,12 +42,20 @@ class GenerationService:
         engine: where token ids go.
         tokenizer: the model's.
         args: what clients see of the application.
+        last_known: the newest snapshot that somebody else has, for when the engine cannot be asked.
     """
 
-    def __init__(self, engine: EngineApi, tokenizer: Tokenizer, args: AppArgs) -> None:
+    def __init__(
+        self,
+        engine: EngineApi,
+        tokenizer: Tokenizer,
+        args: AppArgs,
+        last_known: Callable[[], Awaitable[EngineSnapshot | None]] | None = None,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.args = args
+        self._last_known = last_known
         self.started_at = int(time.time())
         self._info: EngineInfo | None = None
         self._learning: asyncio.Task[None] | None = None
@@ -85,13 +97,18 @@ class GenerationService:
         return snapshot
 
     async def last_snapshot(self) -> EngineSnapshot | None:
-        """For /metrics: a fresh snapshot, of a dead engine the last; None when no engine can be reached."""
-        if self._info is None:
+        """For /metrics: a fresh snapshot; the last known one, as of a dead engine, when it cannot be asked."""
+        if self._info is not None:
+            with contextlib.suppress(TimeoutError, MinivllmError):
+                return await asyncio.wait_for(self.engine.stats(), METRICS_TIMEOUT_S)
+        if self._last_known is None:
             return None
         try:
-            return await asyncio.wait_for(self.engine.stats(), HEALTH_TIMEOUT_S)
-        except (TimeoutError, MinivllmError):
+            known = await asyncio.wait_for(self._last_known(), METRICS_TIMEOUT_S / 2)
+        except Exception as error:
+            logger.warning("neither the engine nor the Metrics actor can be asked: %r", error)
             return None
+        return None if known is None else replace(known, is_dead=True)
 
     async def _learn_about_engine(self) -> None:
         while self._info is None:
