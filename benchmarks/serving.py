@@ -225,6 +225,8 @@ def our_server(quantization: str | None) -> Iterator[str]:
         path.write_text(yaml.safe_dump(config))
         command = [str(Path(sys.executable).parent / "serve"), "run", str(path)]
         environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray's workers stand back behind everything else on the machine; a peer's server does not.
+        environment["RAY_worker_niceness"] = "0"
         with running(command, environment, base_url):
             yield base_url
 
