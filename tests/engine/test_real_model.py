@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,27 +12,29 @@ from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_location import locate
 from minivllm.core.model_runner import ModelRunner
+from minivllm.core.tokenizer import load_tokenizer
 from tests.engine.running import greedy
 
-NUM_PROMPTS = 32
-LONGEST_PROMPT = 700
 NEW_TOKENS = 48
 REFERENCE_BATCH = 8
 
-pytestmark = pytest.mark.timeout(1200)
+# Length and first token of each prompt in the text of the licence: places from which the model goes on without a choice
+# so close that rounding could turn it. Short and long take turns, so that a batch has both.
+PROMPTS = (
+    *((1, 1326), (159, 203), (2, 617), (197, 1999), (3, 1617), (243, 452), (4, 197), (301, 1191)),
+    *((5, 296), (371, 1140), (6, 2194), (459, 1758), (7, 385), (567, 272), (8, 1716), (700, 593)),
+    *((9, 237), (16, 482), (10, 590), (19, 769), (11, 879), (24, 286), (12, 153), (29, 985)),
+    *((13, 352), (36, 371), (45, 1525), (55, 242), (68, 507), (85, 914), (104, 253), (129, 422)),
+)
 
-
-def make_prompts(vocab_size: int = 49152) -> list[list[int]]:
-    """Lengths from 1 to LONGEST_PROMPT, both included, in an order that mixes long and short."""
-    rng = random.Random(4)
-    lengths = [round(1 + (LONGEST_PROMPT - 1) * index / (NUM_PROMPTS - 1)) for index in range(NUM_PROMPTS)]
-    rng.shuffle(lengths)
-    return [[rng.randrange(100, vocab_size) for _ in range(length)] for length in lengths]
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return make_prompts()
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    token_ids = load_tokenizer(EngineConfig()).encode(text)
+    return [token_ids[start : start + length] for length, start in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
         for row, index in enumerate(batch):
             found[index] = result.sequences[row, longest:].tolist()
         best_two = torch.stack(result.logits).topk(2, dim=-1).values
-        assert float((best_two[..., 0] - best_two[..., 1]).min()) > 1e-3
+        assert float((best_two[..., 0] - best_two[..., 1]).min()) > 5e-3
     return [found[index] for index in range(len(prompts))]
 
 
@@ -93,15 +95,6 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_one_request_at_a_time_gives_the_tokens_of_generate(
-    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    engine = engine_on(runner, num_blocks=60)
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        engine.add_request("only", prompt, greedy(NEW_TOKENS))
-        assert run(engine) == {"only": tokens}
-
-
 def test_all_requests_at_once_give_the_tokens_of_generate(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -122,3 +115,12 @@ def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_o
     assert engine.stats().preemptions_total > 0
     assert engine.stats().rejections["no_free_blocks"] > 0
     assert engine.block_manager.get_num_free_blocks() == 90
+
+
+def test_one_request_at_a_time_gives_the_tokens_of_generate(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_on(runner, num_blocks=60)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        engine.add_request("only", prompt, greedy(NEW_TOKENS))
+        assert run(engine) == {"only": tokens}
