@@ -19,6 +19,7 @@ from minivllm.actors.prometheus import render_prometheus
 from minivllm.actors.publisher import SnapshotPublisher
 from minivllm.core.errors import EngineDeadError
 from minivllm.core.stats import EngineStats
+from tests.actors.helpers import until
 
 
 def snapshot(number: int, *, engine: str = "a", started_at: float = 0.0, **stats: Any) -> EngineSnapshot:
@@ -227,11 +228,10 @@ async def test_a_receiver_that_was_dead_is_told_without_further_traffic() -> Non
     publisher = await started(receiver, heartbeat_s=0.05)
     receiver.broken = True
     publisher.publish(snapshot(1))
-    await asyncio.sleep(0.1)
+    await until(lambda: receiver.attempts > 1, "a second try")
     assert receiver.got == []
     receiver.broken = False
-    await asyncio.sleep(0.2)
-    assert receiver.got
+    await until(lambda: bool(receiver.got), "a delivery")
     assert set(receiver.got) == {1000}
     publisher.stop()
 
@@ -241,10 +241,8 @@ async def test_a_receiver_that_hangs_is_given_up_and_tried_again() -> None:
     publisher = await started(receiver, heartbeat_s=0.05, timeout_s=0.05)
     receiver.open.clear()
     publisher.publish(snapshot(1))
-    await asyncio.sleep(0.3)
-    assert receiver.attempts > 1
+    await until(lambda: receiver.attempts > 1, "a second try")
     receiver.open.set()
-    await asyncio.sleep(0.2)
-    assert 1000 in receiver.got
+    await until(lambda: 1000 in receiver.got, "a delivery")
     assert receiver.most_under_way == 1
     publisher.stop()

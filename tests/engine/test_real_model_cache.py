@@ -1,0 +1,84 @@
+"""The default model in float32: neither cached prefixes, nor chunks, nor preemption change a token."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minivllm.core.config import EngineConfig
+from minivllm.core.engine import LLMEngine
+from minivllm.core.model_runner import ModelRunner
+from minivllm.core.tokenizer import load_tokenizer
+from tests.engine.running import greedy, poison_unused
+
+NEW_TOKENS = 12
+NUM_BLOCKS = 40
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=NUM_BLOCKS))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Some share 33 tokens, two whole blocks of 16 and one token; two are equal."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    token_ids = load_tokenizer(EngineConfig()).encode(text)
+    common = token_ids[1326:1359]
+    return [common, common, common + token_ids[617:626], common + token_ids[1999:2012], token_ids[452:469]]
+
+
+def run(runner: ModelRunner, prompts: list[list[int]], **settings: Any) -> tuple[dict[str, list[int]], LLMEngine]:
+    """Before each step every block that nobody holds is NaN, and so is the rest of a block partly written."""
+    config = EngineConfig(
+        **{"dtype": "float32", "device": "cpu", "validate_blocks": True, "watermark": 0.0, **settings}
+    )
+    runner.num_blocks = config.num_blocks or NUM_BLOCKS
+    runner.kv_cache.poison()
+    engine = LLMEngine(config, model_runner=runner)
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, greedy(NEW_TOKENS))
+    while engine.has_unfinished_requests():
+        poison_unused(engine)
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.new_token_ids
+    assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
+    return dict(tokens), engine
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner, prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Each by itself, its prompt in one piece, nothing cached."""
+    alone = [run(runner, [prompt], enable_prefix_caching=False)[0]["0"] for prompt in prompts]
+    return {str(index): tokens for index, tokens in enumerate(alone)}
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
+def test_chunks_and_cached_prefixes_change_no_token(
+    runner: ModelRunner, prompts: list[list[int]], expected: dict[str, list[int]], chunk: int, caching: bool
+) -> None:
+    tokens, engine = run(runner, prompts, enable_prefix_caching=caching, max_num_batched_tokens=chunk)
+    assert tokens == expected
+    again, _ = run(runner, prompts, enable_prefix_caching=caching, long_prefill_token_threshold=chunk)
+    assert again == expected
+    # At one token a step they run one after the other, so all but the first find what they share.
+    if chunk == 1:
+        assert (engine.stats().prefix_cache_hit_tokens_total >= 3 * 32) is caching
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_changes_no_token(
+    runner: ModelRunner, prompts: list[list[int]], expected: dict[str, list[int]], caching: bool
+) -> None:
+    tokens, engine = run(runner, prompts, enable_prefix_caching=caching, num_blocks=5 if caching else 7)
+    assert engine.stats().preemptions_total > 0
+    assert tokens == expected
