@@ -32,6 +32,7 @@ from minivllm.core.sampler_math import (
     block_argmax,
     draw_from_all,
     draw_from_kept,
+    rule_out,
     scatter_rows,
     token_logprobs,
     weigh,
@@ -273,10 +274,13 @@ class Sampler:
             scatter_rows(logits, held_back, lambda values, _: np.full_like(values, -np.inf))
         followed = [row for row, state in enumerate(states) if state.grammar is not None]
         if masks and followed:
-            width = logits.shape[1]
-            forbidden = ~np.stack([masks.allowed(states[row].sequence, width) for row in followed])
-            for row, mask in zip(followed, torch.from_numpy(forbidden).to(logits.device), strict=True):
-                logits[row].masked_fill_(mask, -torch.inf)
+            bits = np.stack([masks.bits(states[row].sequence) for row in followed])
+            if len(followed) == len(states):
+                rule_out(logits, bits, self._weights)
+            else:
+                picked = logits[followed]
+                rule_out(picked, bits, self._weights)
+                logits[followed] = picked
 
     def _draw(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -16,6 +17,11 @@ from minivllm.core.sampler_noise import exponential_noise
 
 BLOCK = 256
 """Tokens of the vocabulary that are looked at together: maxima and sums of blocks are cheap, of rows they are not."""
+
+LEAST_EXPONENT = -80.0
+"""Below this a weight counts as 0. torch's exp on CPUs takes 30 times as long over what underflows, and over -inf."""
+
+LEAST_WEIGHT = math.exp(LEAST_EXPONENT) * (1 + 1e-4)
 
 Array = npt.NDArray[Any]
 
@@ -71,7 +77,8 @@ def weigh(
     inverse = torch.tensor([1 / value for value in temperatures], dtype=torch.float32, device=logits.device)
     inner = weights[:, :width]
     torch.sub(logits, maxima[:, None], out=inner)
-    inner.mul_(inverse[:, None]).exp_()
+    inner.mul_(inverse[:, None]).clamp_min_(LEAST_EXPONENT).exp_()
+    torch.nn.functional.threshold_(inner, LEAST_WEIGHT, 0.0)
     weights[:, width:] = 0
     blocks = weights.view(rows, -1, BLOCK)
     return blocks, blocks.sum(dim=-1).double()
@@ -123,6 +130,32 @@ def scatter_rows(
     places = places.to(logits.device)
     values = change(flat[places].cpu().numpy(), joined)
     flat[places] = torch.from_numpy(values.astype(np.float32)).to(logits.device)
+
+
+def rule_out(logits: torch.Tensor, bits: npt.NDArray[np.uint8], workspace: Workspace) -> None:
+    """Sets logits to -inf, in place, where a token's bit is 0.
+
+    Args:
+        logits: (rows, width).
+        bits: (rows, bytes), lowest bit first; a token beyond them may not come either.
+    """
+    rows, width = logits.shape
+    num_bytes = (width + 7) // 8
+    bits = np.pad(bits, ((0, 0), (0, max(0, num_bytes - bits.shape[1]))))[:, :num_bytes]
+    # Eight bounds by a table for each byte: several times as fast on a CPU as to unpack and to select.
+    index = torch.from_numpy(bits).to(logits.device).int().view(-1)
+    bounds = workspace.take(rows, num_bytes * 8, logits.device)
+    torch.index_select(_BOUNDS_OF_BYTE.to(logits.device), 0, index, out=bounds.view(-1, 8))
+    torch.minimum(logits, bounds[:, :width], out=logits)
+
+
+def _bounds_of_byte() -> torch.Tensor:
+    """(256, 8): of each byte's bits, lowest first, inf for 1 and -inf for 0."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf)))
+
+
+_BOUNDS_OF_BYTE = _bounds_of_byte()
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:

@@ -23,7 +23,7 @@ from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.tokenizer import Tokenizer
 
-BoolArray = npt.NDArray[np.bool_]
+MaskBits = npt.NDArray[np.uint8]
 
 JSON_WHITESPACE = r" |\n {0,16}"
 """What may stand between the parts of a JSON answer. JSON itself allows any amount, which weak models never end."""
@@ -74,7 +74,7 @@ def _grammar_error(matcher: LLMatcher) -> RequestFailedError | None:
 @dataclass(frozen=True, slots=True)
 class _Mask:
     position: int
-    bits: npt.NDArray[np.uint8] | None
+    bits: MaskBits | None
     is_complete: bool = False
     error: RequestFailedError | None = None
 
@@ -97,8 +97,8 @@ class GrammarMasks:
         """True when nothing but EOS may follow."""
         return sequence in self._masks and self._masks[sequence].is_complete
 
-    def allowed(self, sequence: Sequence, width: int) -> BoolArray:
-        """(width,) True where the token may come next.
+    def bits(self, sequence: Sequence) -> MaskBits:
+        """One bit a token, lowest bit first, 1 where the token may come next.
 
         Raises:
             RequestFailedError: this sequence's grammar cannot be followed.
@@ -107,9 +107,8 @@ class GrammarMasks:
         if mask.error is not None:
             raise mask.error
         if mask.bits is None:
-            return np.zeros(width, dtype=np.bool_)
-        bits = np.unpackbits(mask.bits, bitorder="little")[:width].astype(np.bool_)
-        return bits if len(bits) == width else np.pad(bits, (0, width - len(bits)))
+            raise RequestFailedError("there is no mask for this request")
+        return mask.bits
 
 
 class GrammarCompiler:
@@ -209,7 +208,7 @@ class GrammarCompiler:
                 masks.record(sequence, mask)
         return masks
 
-    def _fill(self, matchers: list[LLMatcher]) -> npt.NDArray[np.uint8]:
+    def _fill(self, matchers: list[LLMatcher]) -> MaskBits:
         """(len(matchers), bytes of one mask): one bit a token, lowest bit first."""
         if self._executor is None:
             self._executor = LLExecutor()

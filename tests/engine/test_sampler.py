@@ -16,7 +16,7 @@ from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import SampleResult
 from minivllm.core.sampler import Sampler
 from minivllm.core.sampler_filters import _not_below_on_cpu, _not_below_on_device, has_filter, keep, likeliest
-from minivllm.core.sampler_math import BLOCK, Workspace, block_argmax, draw_from_all, weigh
+from minivllm.core.sampler_math import BLOCK, Workspace, block_argmax, draw_from_all, rule_out, weigh
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 
@@ -175,6 +175,33 @@ def test_a_tiny_top_p_is_greedy() -> None:
     row = sequence(top_p=1e-9)
     logits = random_logits(1, 1000)
     assert tokens(sampler_for(row).sample(logits, [row])) == [int(logits.argmax())]
+
+
+def test_what_is_ruled_out_or_hopeless_weighs_exactly_nothing() -> None:
+    logits = random_logits(2, 1000, scale=1.0)
+    logits[:, ::3] = -torch.inf
+    logits[1, 0] = 200.0  # beside it everything else is below what a float can hold
+    weights, _ = weigh(logits, block_argmax(logits)[0], [0.8, 0.5], Workspace())
+    rows = weights.flatten(1)[:, :1000]
+    assert (rows[:, 3::3] == 0).all()
+    assert rows[1, 0] == 1
+    assert rows[1, 1:].count_nonzero() == 0
+    expected = torch.exp((logits[0].double() - logits[0].max()) / 0.8)
+    assert torch.allclose(rows[0].double(), expected, rtol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 40), st.integers(0, 2**32))
+def test_a_mask_rules_out_just_the_tokens_whose_bits_are_zero(rows: int, width: int, bytes_: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 256, (rows, bytes_), dtype=np.uint8)
+    logits = random_logits(rows, width, seed)
+    allowed = np.zeros((rows, width), dtype=bool)
+    unpacked = np.unpackbits(bits, axis=1, bitorder="little")[:, :width]
+    allowed[:, : unpacked.shape[1]] = unpacked == 1
+    expected = logits.masked_fill(torch.from_numpy(~allowed), -torch.inf)
+    rule_out(logits, bits, Workspace())
+    assert torch.equal(logits, expected)
 
 
 # -- the distribution ----------------------------------------------------------------------------
