@@ -78,7 +78,7 @@ def weigh(
     inner = weights[:, :width]
     torch.sub(logits, maxima[:, None], out=inner)
     inner.mul_(inverse[:, None]).clamp_min_(LEAST_EXPONENT).exp_()
-    torch.nn.functional.threshold_(inner, LEAST_WEIGHT, 0.0)
+    torch.nn.functional.threshold(inner, LEAST_WEIGHT, 0.0, inplace=True)
     weights[:, width:] = 0
     blocks = weights.view(rows, -1, BLOCK)
     return blocks, blocks.sum(dim=-1).double()
