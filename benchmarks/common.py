@@ -129,7 +129,7 @@ def describe(settings: dict[str, Any]) -> str:
 def run_peer(
     engine: str, python: str, model: str, work: str, requests: Sequence[Request], *, prefix_caching: bool = False
 ) -> Measurement:
-    """The same work by `engine` ("vllm" or "transformers") in another Python.
+    """The same work by `engine` (a key of `peer_engines.ENGINES`) in another Python.
 
     Raises:
         RuntimeError: it failed; with the end of what it said.
@@ -248,6 +248,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", help="where to write the results (default: benchmarks/results)")
     parser.add_argument("--peer-python", help="a Python that has vLLM, to run the same work with")
     parser.add_argument("--transformers-python", help="a Python that has transformers, for the same")
+    parser.add_argument("--llama", type=Path, help="the folder of llama.cpp's programs, for what they can do")
     parser.add_argument("--peer-model", help="the default model as a folder of safetensors, for the peers")
     return parser
 

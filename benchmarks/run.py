@@ -1,6 +1,6 @@
 """The short set, with ratios to the peers that are named or installed. `make bench` runs this.
 
-    python -m benchmarks.run [--peer-python PATH --peer-model FOLDER] [--transformers-python PATH]
+    python -m benchmarks.run [--peer-python PATH --peer-model FOLDER] [--transformers-python PATH] [--llama FOLDER]
 
 Without `--peer-python` a vLLM is looked for under $MINIVLLM_PEERS (default ~/.cache/minivllm-peers): `vllm/bin/python`
 and the default model as safetensors in `smollm2`.
@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from benchmarks.common import arguments, print_environment, write_json
-from benchmarks.throughput import measure, report
+from benchmarks.throughput import measure, peers_of, report
 
 
 def installed_peer() -> tuple[str, str] | None:
@@ -27,11 +27,9 @@ def main() -> None:
     found_peer = installed_peer()
     if options.peer_python is None and found_peer is not None:
         options.peer_python, options.peer_model = found_peer
-    peers = [("vllm", options.peer_python)] if options.peer_python else []
-    if options.transformers_python:
-        peers.append(("transformers", options.transformers_python))
+    peers = peers_of(options)
     print_environment()
-    if not peers:
+    if not peers and options.llama is None:
         print("no peer is installed; see --help")
     results = []
     for work in ("reference", "even", "shared", "one"):
@@ -42,6 +40,7 @@ def main() -> None:
             repeats=1,
             peers=peers,
             model=options.peer_model or "",
+            llama=options.llama,
         )
         report(found)
         print()

@@ -31,6 +31,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from benchmarks import llama_cpp
 from benchmarks.common import (
     VOCABULARY,
     Request,
@@ -243,6 +244,15 @@ def vllm_server(python: str, model: str) -> Iterator[str]:
         yield base_url
 
 
+@contextlib.contextmanager
+def llama_server(folder: Path, quantization: str | None) -> Iterator[str]:
+    """`llama-server`. Yields its base URL."""
+    port = free_port()
+    base_url = f"http://127.0.0.1:{port}"
+    with running(llama_cpp.server_command(folder, quantization, port), llama_cpp.environment(folder), base_url):
+        yield base_url
+
+
 def model_name(base_url: str) -> str:
     with urlopen(f"{base_url}/v1/models", timeout=30) as reply:
         return str(json.load(reply)["data"][0]["id"])
@@ -310,8 +320,11 @@ def main() -> None:
     if options.peer_python:
         with vllm_server(options.peer_python, options.peer_model) as base_url:
             runs += run_loads("vllm serve", base_url, options)
+    if options.llama:
+        with llama_server(options.llama, None) as base_url:
+            runs += run_loads("llama-server bfloat16", base_url, options)
     if not runs:
-        parser.error("say --start, --base-url or --peer-python")
+        parser.error("say --start, --base-url, --peer-python or --llama")
     report(runs)
     write_json(options.json, "serving", as_results(runs))
 

@@ -8,7 +8,9 @@ caching on), `one` (a single stream).
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
@@ -23,6 +25,7 @@ from benchmarks.common import (
     run_peer,
     write_json,
 )
+from benchmarks.llama_cpp import BATCHED_WORKS, run_batched
 
 
 def measure(
@@ -33,8 +36,9 @@ def measure(
     repeats: int,
     peers: Sequence[tuple[str, str]],
     model: str,
+    llama: Path | None = None,
 ) -> list[Measurement]:
-    """Ours in each quantization, then the peers, given as (engine, its Python)."""
+    """Ours in each quantization, then the peers: those given as (engine, its Python), and llama.cpp."""
     requests: list[Request] = WORKS[work]()
     caching = work == "shared"
     found = []
@@ -46,7 +50,17 @@ def measure(
             found.append(run_ours(work, requests, repeats, **settings))
     for engine, python in peers:
         found.append(run_peer(engine, python, model, work, requests, prefix_caching=caching))
+    if llama is not None and work in BATCHED_WORKS:
+        found += [run_batched(llama, quantization, work, *BATCHED_WORKS[work]) for quantization in quantizations]
     return found
+
+
+def peers_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(engine, its Python) of the peers that were named."""
+    peers = [("vllm", options.peer_python)] if options.peer_python else []
+    if options.transformers_python:
+        peers += [(name, options.transformers_python) for name in ("transformers", "transformers-continuous")]
+    return peers
 
 
 def report(found: Sequence[Measurement]) -> None:
@@ -54,7 +68,9 @@ def report(found: Sequence[Measurement]) -> None:
     peers = [one for one in found if one.engine != "minivllm"]
     for one in found:
         ratios = [
-            f"{one.tokens_per_second / peer.tokens_per_second:.2f} x {peer.engine}" for peer in peers if peer is not one
+            f"{one.tokens_per_second / peer.tokens_per_second:.2f} x {peer.engine} {peer.settings.split(',')[0]}"
+            for peer in peers
+            if peer is not one
         ]
         first = sorted(one.first_token)
         median = f"{first[len(first) // 2]:.2f}" if first else "-"
@@ -72,9 +88,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="of ours; the best counts")
     options = parser.parse_args()
     chosen: dict[str, list[str | None]] = {"none": [None], "int8": ["int8"], "both": [None, "int8"]}
-    peers = [("vllm", options.peer_python)] if options.peer_python else []
-    if options.transformers_python:
-        peers.append(("transformers", options.transformers_python))
     print_environment()
     found = []
     for work in options.work or ["reference"]:
@@ -83,8 +96,9 @@ def main() -> None:
             quantizations=chosen[options.quantization],
             dtype=options.dtype,
             repeats=options.repeats,
-            peers=peers,
+            peers=peers_of(options),
             model=options.peer_model or "",
+            llama=options.llama,
         )
         report(measured)
         found += measured

@@ -22,7 +22,7 @@ from minivllm.core.model_input import ModelInput
 from minivllm.core.model_loader import LoadedModel
 from minivllm.core.native import library
 from minivllm.core.native.decoder import NativeDecoder, why_not_decoder
-from minivllm.core.native.packing import NumberFormat
+from minivllm.core.native.packing import NumberFormat, format_of_16_bits
 from minivllm.core.quantization import PackedProjection, pack_projections, quantize_with_torch
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ class NativeBody:
 
     def __init__(self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int):
         started = time.monotonic()
-        # In 8 bits the output projection would cost as much accuracy as all layers together.
-        head_format = NumberFormat.INT16 if number_format is NumberFormat.INT8 else number_format
-        self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
         self._decoder = NativeDecoder(
             model.model, model.layers, kv_cache, number_format=number_format, max_positions=max_positions
         )
+        # In 8 bits the output projection would cost as much accuracy as all layers together.
+        head_format = self._decoder.sensitive_format
+        self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
         free_packed_weights(model.model)
         logger.info(
             "weights packed for the native decoder in %.1f s (%s)",
@@ -100,12 +100,9 @@ def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFor
     found = library()
     if found is None:
         return None
-    has_integer_dot = bool(found.minivllm_has_integer_dot())
     if quantization == "int8":
-        return NumberFormat.INT8 if has_integer_dot else None
-    if dtype != torch.bfloat16:
-        return None
-    return NumberFormat.INT16 if has_integer_dot else NumberFormat.FLOAT
+        return NumberFormat.INT8 if found.minivllm_has_integer_dot() else None
+    return format_of_16_bits(found) if dtype == torch.bfloat16 else None
 
 
 def choose_body(

@@ -1,4 +1,4 @@
-"""The native library as a CPU would have it that has none of the extensions its fast paths use."""
+"""The native library as other CPUs would have it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from minivllm.core.native import bindings, build
 
 @functools.cache
 def portable_library() -> ctypes.CDLL:
-    """Built once a test run, for the least that the architecture guarantees."""
+    """For the least that the architecture guarantees: none of the extensions that fast paths use."""
+    return _built((*(flag for flag in build._FLAGS if flag != "-march=native"), "-O1"))
+
+
+@functools.cache
+def library_with_tiles() -> ctypes.CDLL:
+    """With a matrix unit, by this CPU if it has one, else emulated."""
+    found = build.library()
+    assert found is not None
+    return found if found.minivllm_has_tiles() else _built((*build._FLAGS, "-DMINIVLLM_EMULATE_TILES"))
+
+
+def _built(flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Built once a test run."""
     native_flags = build._FLAGS
-    target = Path(tempfile.mkdtemp()) / "portable.so"
-    build._FLAGS = (*(flag for flag in native_flags if flag != "-march=native"), "-O1")
+    target = Path(tempfile.mkdtemp()) / "library.so"
+    build._FLAGS = flags
     try:
         build._compile(build._compiler(), target)
     finally:

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 from minivllm.core import model_body, native
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.native.packing import NumberFormat, apply, pack
+from minivllm.core.native.packing import NumberFormat, apply, check_tiles, pack
 from minivllm.core.native.workspace import Workspace
-from tests.engine.portable_library import portable_library
+from tests.engine.portable_library import library_with_tiles, portable_library
 from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import TINY, reference_logits, reference_model, save_tiny
 
@@ -155,30 +155,67 @@ def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
         build._load.cache_clear()
 
 
-def test_a_thread_takes_a_row_or_a_panel_twice(folders):
+LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2, NumberFormat.BFLOAT16: 4e-3}
+
+
+@pytest.mark.parametrize("make_library", [native.library, library_with_tiles], ids=["this CPU", "with tiles"])
+def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
     """Products of many sizes, more threads than cores, every number format, against float64."""
-    library = native.library()
-    assert library is not None
+    library = make_library()
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
+    sizes = ((1, 1, 4, 1), (2, 13, 64, 97), (1, 16, 192, 32), (2, 33, 128, 65), (5, 97, 36, 64), (3, 200, 576, 33))
+    formats = [NumberFormat.FLOAT]
+    if library.minivllm_has_integer_dot():
+        formats += [NumberFormat.INT16, NumberFormat.INT8]
+    if library.minivllm_has_tiles():
+        formats += [NumberFormat.BFLOAT16]
     try:
-        for threads, rows, depth, width in ((1, 1, 4, 1), (2, 13, 64, 97), (5, 97, 36, 64), (3, 200, 576, 33)):
+        for threads, rows, depth, width in sizes:
             torch.set_num_threads(threads)
             weight = torch.randn(width, depth, generator=generator).bfloat16().float()
             bias = torch.randn(width, generator=generator)
             states = torch.randn(rows, depth, generator=generator) * torch.rand(rows, 1, generator=generator) * 50
             wanted = states.double() @ weight.double().T + bias
-            formats = [NumberFormat.FLOAT]
-            if library.minivllm_has_integer_dot():
-                formats += [NumberFormat.INT16, NumberFormat.INT8]
             for number_format in formats:
                 packed = pack(library, weight, bias, number_format)
                 got = apply(library, Workspace(library), packed, states)
                 error = float((got - wanted).norm() / wanted.norm())
-                limit = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2}[number_format]
-                assert error < limit, (threads, rows, depth, width, number_format, error)
+                assert error < LIMITS[number_format], (threads, rows, depth, width, number_format, error)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
+    assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
+    run = run_prompts(settings(folders["qwen3"], quantization=quantization))
+    assert run.engine.model_runner.body.name == "native" or quantization
+    assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
+
+
+def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
+    class Broken:
+        """Offers a unit, and all its products come out as nothing."""
+
+        forbidden = False
+
+        def __getattr__(self, name):
+            return getattr(library_with_tiles(), name)
+
+        def minivllm_linear(self, *arguments):
+            pass
+
+        def minivllm_forbid_tiles(self):
+            self.forbidden = True
+
+    broken = Broken()
+    check_tiles(broken)
+    assert broken.forbidden
+    assert "matrix unit" in caplog.text
+    check_tiles(library_with_tiles())
+    assert library_with_tiles().minivllm_has_tiles()
 
 
 def test_sums_in_16_bits_overflow():
@@ -204,14 +241,15 @@ def test_sums_in_16_bits_overflow():
 
 def test_results_depend_on_what_else_runs():
     """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
-    library = native.library()
-    assert library is not None
+    library = library_with_tiles()
     generator = torch.Generator().manual_seed(0)
-    packed = pack(library, torch.randn(96, 128, generator=generator), None, NumberFormat.INT16)
-    states = torch.randn(50, 128, generator=generator)
-    together = apply(library, Workspace(library), packed, states)
-    alone = torch.cat([apply(library, Workspace(library), packed, row) for row in states.split(1)])
-    assert torch.equal(together, alone) or not library.minivllm_has_integer_dot()
+    formats = [NumberFormat.BFLOAT16, *([NumberFormat.INT16] if library.minivllm_has_integer_dot() else [])]
+    for number_format in formats:
+        packed = pack(library, torch.randn(96, 128, generator=generator), None, number_format)
+        states = torch.randn(50, 128, generator=generator)
+        together = apply(library, Workspace(library), packed, states)
+        alone = torch.cat([apply(library, Workspace(library), packed, row) for row in states.split(1)])
+        assert torch.equal(together, alone)
 
 
 def test_quantization_on_a_device_without_it_is_ignored(folders):

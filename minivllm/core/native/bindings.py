@@ -128,6 +128,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.minivllm_stretches.restype = c_int64
     library.minivllm_has_integer_dot.argtypes = ()
     library.minivllm_has_integer_dot.restype = c_int32
+    library.minivllm_has_tiles.argtypes = ()
+    library.minivllm_has_tiles.restype = c_int32
+    library.minivllm_forbid_tiles.argtypes = ()
+    library.minivllm_forbid_tiles.restype = None
     library.minivllm_linear.argtypes = (c_void_p, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64)
     library.minivllm_linear.restype = None
     library.minivllm_decode.argtypes = (c_void_p, POINTER(Decoder), POINTER(StepCall), c_void_p, c_void_p, c_void_p)

@@ -45,7 +45,11 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         # serves both.
         import torch  # noqa: F401
 
-        return declare(ctypes.CDLL(str(_built()))), None
+        from minivllm.core.native.packing import check_tiles
+
+        found = declare(ctypes.CDLL(str(_built())))
+        check_tiles(found)
+        return found, None
     except (_CannotBuildError, OSError) as error:
         logger.info("the native CPU kernels are not used: %s", error)
         return None, str(error)

@@ -57,7 +57,7 @@ struct Buffers {
         attended = make_buffer<float>(capacity * query_size);
         activated = make_buffer<float>(capacity * decoder.intermediate_size);
         scales = make_buffer<float>(capacity * scale_stride);
-        words = make_buffer<uint32_t>(capacity * word_stride);
+        words = make_buffer<uint32_t>((capacity + TILE_BLOCK_ROWS) * word_stride);
         rows = make_buffer<float>(threads * word_stride);
     }
 };

@@ -12,7 +12,7 @@ from minivllm.core.attention.base import AttentionLayer
 from minivllm.core.kv_cache import KVCachePool
 from minivllm.core.model_input import ModelInput
 from minivllm.core.native import bindings, library, why_not
-from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, pack
+from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, format_of_16_bits, pack
 from minivllm.core.native.steps import describe_step
 from minivllm.core.native.workspace import Workspace
 
@@ -53,6 +53,9 @@ def why_not_decoder(model: Any, layers: tuple[AttentionLayer, ...], dtype: torch
 class NativeDecoder:
     """Owns packed copies of the weights and keeps the transformers model's embedding and norms.
 
+    Attributes:
+        sensitive_format: the number format of what 8 bits would harm most.
+
     Args:
         model: what `why_not_decoder` has no objection to.
         layers: what each layer asks of attention.
@@ -74,13 +77,15 @@ class NativeDecoder:
         if found is None:
             raise RuntimeError(why_not())
         self._library = found
+        self._number_format = number_format
+        self.sensitive_format = format_of_16_bits(found) if number_format is NumberFormat.INT8 else number_format
         self._workspace = Workspace(found)
         self._arena = Arena()
         self._kept: list[Any] = []
         self.hidden_size = int(model.config.hidden_size)
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
-            self._layers[index] = self._layer(module, layer, kv_cache, index, number_format)
+            self._layers[index] = self._layer(module, layer, kv_cache, index)
         self._decoder = self._describe(model, layers[0], kv_cache, max_positions)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
@@ -127,9 +132,7 @@ class NativeDecoder:
             scale=layer.scale,
         )
 
-    def _layer(
-        self, module: Any, layer: AttentionLayer, kv_cache: KVCachePool, index: int, number_format: NumberFormat
-    ) -> bindings.Layer:
+    def _layer(self, module: Any, layer: AttentionLayer, kv_cache: KVCachePool, index: int) -> bindings.Layer:
         attention, feed_forward = module.self_attn, module.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         weight = torch.cat([projection.weight for projection in projections])
@@ -142,9 +145,10 @@ class NativeDecoder:
                 [interleave(each.bias) for each in (feed_forward.gate_proj, feed_forward.up_proj)], dim=1
             ).reshape(-1)
         gate_up_weight = torch.stack(gate_up, dim=1).reshape(-1, self.hidden_size)
-        sensitive = number_format is NumberFormat.INT8 and index < SENSITIVE_LAYERS
+        number_format = self._number_format
+        first_format = self.sensitive_format if index < SENSITIVE_LAYERS else number_format
         return bindings.Layer(
-            query_key_value=self._pack(weight, bias, NumberFormat.INT16 if sensitive else number_format).description,
+            query_key_value=self._pack(weight, bias, first_format).description,
             output=self._pack(attention.o_proj.weight, attention.o_proj.bias, number_format).description,
             gate_up=self._pack(gate_up_weight, gate_up_bias, number_format).description,
             down=self._pack(feed_forward.down_proj.weight, feed_forward.down_proj.bias, number_format).description,

@@ -6,6 +6,14 @@
 
 namespace minivllm {
 
+// Packed activations of M rows. Behind them TILE_BLOCK_ROWS more can be read, whatever stands there.
+struct Activations {
+    const uint32_t* words;
+    ptrdiff_t stride;      // words from row to row
+    const float* scales;   // (M, scale_stride), by row and stretch
+    ptrdiff_t scale_stride;
+};
+
 // ---- one block of rows times one panel -------------------------------------------------------------------------
 
 // What is to be brought into the cache meanwhile: `lines` of 64 bytes at every step.
@@ -114,13 +122,74 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
 }
 #endif
 
-// Packed activations of M rows.
-struct Activations {
-    const uint32_t* words;
-    ptrdiff_t stride;      // words from row to row
-    const float* scales;   // (M, scale_stride), by row and stretch
-    ptrdiff_t scale_stride;
-};
+#if defined(MINIVLLM_TILES)
+// sums (16 or 32 rows, PANEL), of 4 bytes each = `steps` words of K, by the matrix unit. Tiles 0 to 3 hold the sums, 4 and
+// 5 activations, 6 and 7 weights. Rows are read up to the 16th or 32nd, whatever stands there.
+template <bool BYTES, bool TWO>
+inline void multiply_tiles(const uint32_t* words, ptrdiff_t stride, const char* panel, int64_t steps, Fetch& fetch,
+                           void* sums) {
+    const auto multiply = [](auto target, auto a, auto b) {
+        if (BYTES)
+            tile_multiply_bytes<target.value, a.value, b.value>();
+        else
+            tile_multiply_bfloat16<target.value, a.value, b.value>();
+    };
+    tile_zero<0>(), tile_zero<1>();
+    if (TWO) tile_zero<2>(), tile_zero<3>();
+    for (int64_t step = 0; step < steps; step += TILE_WORDS) {
+        for (int line = 0; line < TILE_WORDS * fetch.lines; ++line) prefetch_far(fetch.address + 64 * line);
+        fetch.address += 64 * TILE_WORDS * fetch.lines;
+        tile_load<4>(words + step, stride * 4);
+        tile_load<6>(panel + step * 128, 128);
+        tile_load<7>(panel + step * 128 + 64, 128);
+        multiply(Number<0>{}, Number<4>{}, Number<6>{});
+        multiply(Number<1>{}, Number<4>{}, Number<7>{});
+        if (TWO) {
+            tile_load<5>(words + TILE_ROWS * stride + step, stride * 4);
+            multiply(Number<2>{}, Number<5>{}, Number<6>{});
+            multiply(Number<3>{}, Number<5>{}, Number<7>{});
+        }
+    }
+    tile_store<0>(sums, PANEL * 4);
+    tile_store<1>((char*)sums + LANES * 4, PANEL * 4);
+    if (TWO) {
+        char* below = (char*)sums + TILE_ROWS * PANEL * 4;
+        tile_store<2>(below, PANEL * 4);
+        tile_store<3>(below + LANES * 4, PANEL * 4);
+    }
+}
+
+template <bool TWO>
+inline void multiply_block_by_tiles(int rows, const Linear& linear, const Activations& input, int64_t first,
+                                    int64_t panel, Fetch fetch, float* tile) {
+    const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
+    const uint32_t* words = input.words + first * input.stride;
+    const int64_t steps = words_of(linear.format, linear.depth);
+    if (linear.format == Format::BFloat16) {
+        multiply_tiles<false, TWO>(words, input.stride, data, steps, fetch, tile);
+        return;
+    }
+    alignas(64) int32_t sums[TILE_BLOCK_ROWS * PANEL];
+    const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
+    const int64_t stretches = stretches_of(linear.format, linear.depth);
+    for (int64_t stretch = 0; stretch < stretches; ++stretch) {
+        const int64_t step = stretch * length;
+        multiply_tiles<true, TWO>(words + step, input.stride, data + step * 128, length, fetch, sums);
+        const int32_t* offset = linear.column_offset + (panel * stretches + stretch) * PANEL;
+        const i32x16 left = load<i32x16>(offset), right = load<i32x16>(offset + LANES);
+        for (int row = 0; row < rows; ++row) {
+            const f32x16 scale = splat(input.scales[(first + row) * input.scale_stride + stretch]);
+            float* target = tile + row * PANEL;
+            const int32_t* own = sums + row * PANEL;
+            for (int half = 0; half < 2; ++half) {
+                const i32x16 whole = load<i32x16>(own + half * LANES) + (half == 0 ? left : right);
+                const f32x16 before = stretch > 0 ? load<f32x16>(target + half * LANES) : f32x16{};
+                store(target + half * LANES, before + __builtin_convertvector(whole, f32x16) * scale);
+            }
+        }
+    }
+}
+#endif
 
 // tile (rows, PANEL) float32 (+)= rows first.. of the activations times one slab of a panel.
 template <int ROWS>
@@ -177,7 +246,7 @@ struct Target {
 inline void deliver(const Linear& linear, const Target& target, const float* tile, int64_t rows, int64_t first,
                     int64_t panel) {
     const int64_t column = panel * PANEL;
-    const bool scaled = linear.format != Format::Float;
+    const bool scaled = linear.format == Format::Int16 || linear.format == Format::Int8;
     f32x16 scales[2], biases[2];
     for (int half = 0; half < 2; ++half) {
         scales[half] = scaled ? load<f32x16>(linear.column_scale + column + half * LANES) : splat(1.0f);
@@ -204,6 +273,24 @@ inline void deliver(const Linear& linear, const Target& target, const float* til
                 out[column + i] = target.kind == Target::Add ? out[column + i] + row_values[i] : row_values[i];
         }
     }
+}
+
+// As `multiply_panel`, in blocks of whole tiles.
+inline void multiply_panel_by_tiles(const Linear& linear, const Activations& input, int64_t first_row, int64_t last_row,
+                                    int64_t panel, const Target& target, float* tile) {
+#if defined(MINIVLLM_TILES)
+    const int64_t rows = last_row - first_row, bytes = panel_bytes(linear.format, linear.depth);
+    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL - 1) * bytes;
+    for (int64_t first = 0; first < rows; first += TILE_BLOCK_ROWS) {
+        const int count = (int)std::min<int64_t>(TILE_BLOCK_ROWS, rows - first);
+        const Fetch fetch{next, first == 0 ? 2 : 0};
+        if (count > TILE_ROWS)
+            multiply_block_by_tiles<true>(count, linear, input, first_row + first, panel, fetch, tile + first * PANEL);
+        else
+            multiply_block_by_tiles<false>(count, linear, input, first_row + first, panel, fetch, tile + first * PANEL);
+    }
+    deliver(linear, target, tile, rows, first_row, panel);
+#endif
 }
 
 // One panel for the rows first_row .. last_row. Meanwhile the panel that comes next is brought into the cache.
@@ -233,15 +320,20 @@ inline void multiply(const Linear& linear, const Activations& input, int64_t row
                      int num_threads) {
     if (rows == 0) return;
     alignas(64) float tile[GROUP_ROWS * PANEL];
+    const bool by_tiles = uses_tiles(linear.format, linear.depth);
     const int64_t panels = linear.columns / PANEL;
     const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+    // Groups begin where blocks of tiles do.
+    const int64_t unit = by_tiles ? TILE_BLOCK_ROWS : 1, units = (rows + unit - 1) / unit;
+    const auto first_of = [&](int64_t group) { return std::min(rows, units * group / groups * unit); };
     // Enough pieces that no thread waits long for the last one.
     const int64_t runs = std::max<int64_t>(1, std::min(panels, (6 * num_threads + groups - 1) / groups));
     share(stage, runs * groups, 1, [&](int64_t piece) {
         const int64_t run = piece / groups, group = piece % groups;
         const int64_t last_panel = panels * (run + 1) / runs;
+        const auto multiply_one = by_tiles ? multiply_panel_by_tiles : multiply_panel;
         for (int64_t panel = panels * run / runs; panel < last_panel; ++panel)
-            multiply_panel(linear, input, rows * group / groups, rows * (group + 1) / groups, panel, target, tile);
+            multiply_one(linear, input, first_of(group), first_of(group + 1), panel, target, tile);
     });
 }
 

@@ -12,11 +12,13 @@
 //            closer to those of float32 than those of bfloat16 do, and the same whatever other rows there are.
 //   Int8     both in 8 bits (quantization: int8), weights scaled by column, activations by row and stretch of K: a few
 //            large activations would otherwise leave the others no bits.
+//   BFloat16 both in bfloat16, sums float32, by the CPU's matrix unit: eight times as fast as Int16 where there is one.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
+#include "tiles.hpp"
 #include "vectors.hpp"
 
 namespace minivllm {
@@ -25,7 +27,7 @@ constexpr int PANEL = 32;      // columns a panel: two vectors
 constexpr int BLOCK_ROWS = 12; // rows whose accumulators fit in registers: 12 * 2 vectors
 constexpr int GROUP_ROWS = 96; // rows that pass over a panel while it is in the cache
 
-enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2 };
+enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2, BFloat16 = 3 };
 
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_INTEGER_DOT = true;
@@ -36,7 +38,7 @@ constexpr bool HAS_INTEGER_DOT = false;
 // A packed matrix. Columns are outputs; `columns` is a multiple of PANEL, what was added has weight zero.
 struct Linear {
     const void* data;
-    const float* column_scale;       // (columns); null for Float
+    const float* column_scale;       // (columns); Int16 and Int8
     const int32_t* column_offset;    // (panels, stretches, PANEL); Int8: -128 * sum of the column's weights there
     const float* bias;               // (columns) or null
     int64_t columns;
@@ -45,8 +47,14 @@ struct Linear {
     Format format;
 };
 
+// K as it is stored: the matrix unit takes whole tiles; what is added is zero.
+inline int64_t stored_depth(Format format, int64_t depth) {
+    return format == Format::BFloat16 ? (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * (2 * TILE_WORDS) : depth;
+}
+
 inline int words_of(Format format, int64_t depth) {
-    return (int)(format == Format::Float ? depth : format == Format::Int16 ? depth / 2 : depth / 4);
+    depth = stored_depth(format, depth);
+    return (int)(format == Format::Float ? depth : format == Format::Int8 ? depth / 4 : depth / 2);
 }
 
 constexpr int64_t LONGEST_STRETCH = 384;       // Int16
@@ -54,7 +62,7 @@ constexpr int64_t LONGEST_BYTE_STRETCH = 128;  // Int8
 
 // How long the stretches are that K is cut into; the last may be shorter.
 inline int64_t stretch_length(Format format, int64_t depth) {
-    if (format == Format::Float) return depth;
+    if (format == Format::Float || format == Format::BFloat16) return depth;
     if (format == Format::Int16) {
         const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
         return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
@@ -78,7 +86,14 @@ inline int64_t stretches_of_slab(Format format, int64_t depth) {
 }
 
 inline int64_t panel_bytes(Format format, int64_t depth) {
-    return format == Format::Int8 ? depth * PANEL : depth * PANEL * 2;
+    return format == Format::Int8 ? depth * PANEL : stored_depth(format, depth) * PANEL * 2;
+}
+
+// Whether the matrix unit does these products: it takes 64 bytes of K at once.
+inline bool uses_tiles(Format format, int64_t depth) {
+    if (!may_use_tiles()) return false;
+    return format == Format::BFloat16 ||
+           (format == Format::Int8 && stretch_length(format, depth) % (4 * TILE_WORDS) == 0);
 }
 
 // ---- activations -----------------------------------------------------------------------------------------------
@@ -130,6 +145,14 @@ inline void pack_row(Format format, float largest_norm, const float* row, int64_
         std::memcpy(words, row, depth * sizeof(float));
         return;
     }
+    if (format == Format::BFloat16) {
+        uint16_t* target = (uint16_t*)words;
+        int64_t i = 0;
+        for (; i + LANES <= depth; i += LANES) store(target + i, to_bfloat16(load<f32x16>(row + i)));
+        for (; i < depth; ++i) target[i] = to_bfloat16(row[i]);
+        for (; i < stored_depth(format, depth); ++i) target[i] = 0;
+        return;
+    }
     const int64_t stretch = stretch_length(format, depth);
     if (format == Format::Int8) {
         for (int64_t first = 0; first < depth; first += stretch) {
@@ -167,10 +190,10 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
         const float factor = peak > 0 ? top / peak : 0.0f;
         double square = 0;
         const int64_t stretch = stretch_length(format, depth);
-        for (int64_t k = 0; k < depth; ++k) {
-            const float value = live ? row[k] : 0.0f;
+        for (int64_t k = 0; k < stored_depth(format, depth); ++k) {
+            const float value = live && k < depth ? row[k] : 0.0f;
             const int64_t at = (k / group * PANEL + column) * group + k % group;
-            if (format == Format::Float) {
+            if (format == Format::Float || format == Format::BFloat16) {
                 ((uint16_t*)data)[at] = to_bfloat16(value);
                 continue;
             }
@@ -185,7 +208,7 @@ inline void pack_panel(Format format, const float* weights, int64_t rows, int64_
                 ((int16_t*)data)[at] = (int16_t)whole;
             }
         }
-        if (format == Format::Float) continue;
+        if (format == Format::Float || format == Format::BFloat16) continue;
         scale[column] = peak > 0 ? peak / top : 0.0f;
     }
 }

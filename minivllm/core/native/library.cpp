@@ -128,17 +128,23 @@ extern "C" int64_t minivllm_stretches(int32_t format, int64_t depth) { return st
 
 extern "C" int32_t minivllm_has_integer_dot() { return HAS_INTEGER_DOT; }
 
+// Whether the CPU has a matrix unit, and the system lets us use it.
+extern "C" int32_t minivllm_has_tiles() { return may_use_tiles(); }
+
+extern "C" void minivllm_forbid_tiles() { tiles_are_forbidden = true; }
+
 // out (rows, out_stride), `width` columns = input (rows, depth) float32, dense, times the matrix.
 extern "C" void minivllm_linear(void* handle, const Linear* linear, const float* input, int64_t rows, float* out,
                                 int64_t out_stride, int64_t width) {
     Workspace& workspace = *(Workspace*)handle;
     const int64_t stride = words_of(linear->format, linear->depth) + LANES;
-    Buffer<uint32_t> words = make_buffer<uint32_t>(rows * stride);
+    Buffer<uint32_t> words = make_buffer<uint32_t>((rows + TILE_BLOCK_ROWS) * stride);
     const int64_t scale_stride = stretches_of(linear->format, linear->depth);
     Buffer<float> scales = make_buffer<float>(rows * scale_stride);
     Stage packing, multiplying;
 #pragma omp parallel num_threads(workspace.num_threads)
     {
+        const TileScope tiles;
         share(packing, rows, 4, [&](int64_t row) {
             pack_row(linear->format, linear->largest_norm, input + row * linear->depth, linear->depth,
                      words.get() + row * stride, scales.get() + row * scale_stride);
@@ -169,6 +175,7 @@ void decode(Workspace& workspace, const Decoder& decoder, const StepCall& step, 
     for (Stage& stage : workspace.stages) stage.reset();
 #pragma omp parallel num_threads(workspace.num_threads)
     {
+        const TileScope tiles;
         const int thread = omp_get_thread_num();
         Worker worker{decoder,           layout,
                       input_ids,         positions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from minivllm.core.huge_pages import prefer_huge_pages
 from minivllm.core.native.bindings import Linear
 from minivllm.core.native.workspace import Workspace
+
+logger = logging.getLogger(__name__)
 
 PANEL = 32
 """Columns a panel; packed matrices are filled up to whole panels."""
@@ -25,6 +28,7 @@ class NumberFormat(enum.IntEnum):
     FLOAT = 0
     INT16 = 1
     INT8 = 2
+    BFLOAT16 = 3  # by the matrix unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +119,29 @@ def apply(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, stat
         linear.num_outputs,
     )
     return output
+
+
+def format_of_16_bits(library: ctypes.CDLL) -> NumberFormat:
+    """The products of weights in 16 bits that are fastest on this CPU."""
+    if library.minivllm_has_tiles():
+        return NumberFormat.BFLOAT16
+    return NumberFormat.INT16 if library.minivllm_has_integer_dot() else NumberFormat.FLOAT
+
+
+def check_tiles(library: ctypes.CDLL) -> None:
+    """Does a few products by the CPU's matrix unit, if there is one, and forbids its use if they are wrong.
+
+    A fast product that is wrong would be worse than a slow one, and nothing else would notice it.
+    """
+    if not library.minivllm_has_tiles():
+        return
+    generator = torch.Generator().manual_seed(0)
+    weight, states = torch.randn(70, 192, generator=generator), torch.randn(150, 192, generator=generator)
+    wanted = states @ weight.T
+    for number_format, most in ((NumberFormat.BFLOAT16, 1e-2), (NumberFormat.INT8, 5e-2)):
+        found = apply(library, Workspace(library), pack(library, weight, None, number_format), states)
+        error = float((found - wanted).norm() / wanted.norm())
+        if not error < most:
+            logger.warning("this CPU's matrix unit multiplies wrongly (%s, error %.3g): not used", number_format, error)
+            library.minivllm_forbid_tiles()
+            return
