@@ -4,9 +4,10 @@
     python -m benchmarks.serving --peer-python PATH --peer-model FOLDER  the same against `vllm serve`
     python -m benchmarks.serving --base-url http://127.0.0.1:8000 --model NAME
 
-Closed loop: 64 requests at once. Open loop: arrivals by a Poisson process at `--rate`, whatever the server does.
-Prompts of about 256 tokens, 128 out. Reported are percentiles of time to first token, of the time between what arrives,
-of the time per token after the first (TPOT) and of the whole request.
+Closed loop: 64 requests at once, and a few one after the other. Open loop: arrivals by a Poisson process at `--rate`,
+whatever the server does. With --start the same closed loops run on the engine alone as well, in this process: the
+difference is what serving costs. Prompts of about 256 tokens, 128 out. Reported are percentiles of time to first token,
+of the time between what arrives, of the time per token after the first (TPOT) and of the whole request.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from benchmarks.common import (
     arguments,
     print_environment,
     print_table,
+    quiet,
     vllm_environment,
     write_json,
 )
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 300
+ONE_BY_ONE_COUNT = 8
 
 
 @dataclass(slots=True)
@@ -143,24 +146,29 @@ async def read_stream(reader: asyncio.StreamReader, answer: Answer, started: flo
             answer.arrivals.append(time.perf_counter() - started)
 
 
+AT_ONCE, ONE_BY_ONE = "at once", "one by one"
+
+
 async def load(
-    base_url: str, model: str, requests: Sequence[Request], rate: float | None
+    base_url: str, model: str, requests: Sequence[Request], arrivals: float | str
 ) -> tuple[float, list[Answer]]:
-    """All at once (no rate), or each at its own time whether or not the others are done."""
+    """All at once, one after the other, or each at its own time (a rate) whether or not the others are done."""
     rng = random.Random(2)
     started = time.perf_counter()
     tasks = []
     for request in requests:
         tasks.append(asyncio.create_task(ask(base_url, model, request)))
-        if rate is not None:
-            await asyncio.sleep(rng.expovariate(rate))
+        if arrivals == ONE_BY_ONE:
+            await tasks[-1]
+        elif isinstance(arrivals, float):
+            await asyncio.sleep(rng.expovariate(arrivals))
     answers = await asyncio.gather(*tasks)
     return time.perf_counter() - started, list(answers)
 
 
-def measure(server: str, base_url: str, model: str, count: int, rate: float | None) -> Run:
-    seconds, answers = asyncio.run(load(base_url, model, work(count), rate))
-    run = Run(server, "at once" if rate is None else f"{rate:g} a second", seconds, answers)
+def measure(server: str, base_url: str, model: str, count: int, arrivals: float | str) -> Run:
+    seconds, answers = asyncio.run(load(base_url, model, work(count), arrivals))
+    run = Run(server, arrivals if isinstance(arrivals, str) else f"{arrivals:g} a second", seconds, answers)
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         print(f"{server}: {len(failed)} of {count} requests failed, the first with: {failed[0][:300]}")
@@ -260,9 +268,44 @@ def model_name(base_url: str) -> str:
 
 def run_loads(server: str, base_url: str, options: argparse.Namespace) -> list[Run]:
     model = options.model or model_name(base_url)
-    measure(server, base_url, model, 4, None)
-    loads = [(options.requests, None), *((max(8, int(rate * options.seconds)), rate) for rate in options.rate)]
-    return [measure(server, base_url, model, count, rate) for count, rate in loads]
+    measure(server, base_url, model, 4, AT_ONCE)
+    loads: list[tuple[int, float | str]] = [(options.requests, AT_ONCE), (ONE_BY_ONE_COUNT, ONE_BY_ONE)]
+    loads += [(max(8, int(rate * options.seconds)), rate) for rate in options.rate]
+    return [measure(server, base_url, model, count, arrivals) for count, arrivals in loads]
+
+
+# -- the engine alone -------------------------------------------------------------------------------------------------
+
+
+def engine_alone(quantization: str | None, count: int) -> list[Run]:
+    """The closed loops without HTTP, Ray and text."""
+    from minivllm import EngineConfig, LLMEngine
+
+    engine = LLMEngine(EngineConfig(quantization=quantization, enable_prefix_caching=False))
+    name = f"engine alone {quantization or 'bfloat16'}"
+    run_on_engine(engine, work(4))
+    started = time.perf_counter()
+    answers = run_on_engine(engine, work(count))
+    runs = [Run(name, AT_ONCE, time.perf_counter() - started, answers)]
+    started = time.perf_counter()
+    answers = [run_on_engine(engine, [request])[0] for request in work(ONE_BY_ONE_COUNT)]
+    return [*runs, Run(name, ONE_BY_ONE, time.perf_counter() - started, answers)]
+
+
+def run_on_engine(engine: Any, requests: Sequence[Request]) -> list[Answer]:
+    from minivllm import SamplingParams
+
+    answers = {str(index): Answer() for index in range(len(requests))}
+    started = time.perf_counter()
+    for index, request in enumerate(requests):
+        params = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
+        engine.add_request(str(index), request.prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.new_token_ids:
+                answers[output.request_id].arrivals.append(time.perf_counter() - started)
+                answers[output.request_id].tokens += len(output.new_token_ids)
+    return list(answers.values())
 
 
 def report(runs: Sequence[Run]) -> None:
@@ -317,6 +360,8 @@ def main() -> None:
         for quantization in {"none": [None], "int8": ["int8"], "both": [None, "int8"]}[options.quantization]:
             with our_server(quantization) as base_url:
                 runs += run_loads(f"minivllm {quantization or 'bfloat16'}", base_url, options)
+            with quiet():
+                runs += engine_alone(quantization, options.requests)
     if options.peer_python:
         with vllm_server(options.peer_python, options.peer_model) as base_url:
             runs += run_loads("vllm serve", base_url, options)
