@@ -67,6 +67,8 @@ inline int64_t stretch_length(Format format, int64_t depth) {
         const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
         return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
     }
+    for (int64_t length = LONGEST_BYTE_STRETCH; may_use_tiles() && length > 0; length -= 4 * TILE_WORDS)
+        if (depth % length == 0) return length;  // whole tiles
     for (int64_t length = LONGEST_BYTE_STRETCH; length >= 2 * LANES; length -= LANES)
         if (depth % length == 0) return length;
     return depth;
