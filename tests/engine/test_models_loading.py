@@ -220,7 +220,13 @@ def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:
     from transformers.utils import logging as transformers_logging
 
     def patched() -> tuple[Any, ...]:
-        return transformers_logging._tqdm_hook, gguf_loading.tqdm, gguf.GGUFReader, gguf.get_tensor_name_map
+        return (
+            transformers_logging._tqdm_hook,
+            gguf_loading.tqdm,
+            gguf.GGUFReader,
+            gguf.get_tensor_name_map,
+            gguf_loading._gguf_parse_value,
+        )
 
     before = patched()
     load_model(config_for(llama))
