@@ -12,6 +12,10 @@ FloatArray = npt.NDArray[np.float32]
 IdArray = npt.NDArray[np.int64]
 
 
+LEAST_REPETITION = 1e-20
+"""A smaller factor does the same to every distribution there is, but logits divided by it would be infinite."""
+
+
 class PenaltyCounts:
     """The distinct tokens of a sequence and how often each was generated, kept up to date a token at a time.
 
@@ -21,7 +25,7 @@ class PenaltyCounts:
     def __init__(self, sequence: Sequence) -> None:
         params = sequence.sampling_params
         self._sequence = sequence
-        self._repetition = params.repetition_penalty
+        self._repetition = max(params.repetition_penalty, LEAST_REPETITION)
         self._frequency = params.frequency_penalty
         self._presence = params.presence_penalty
         prompt = dict.fromkeys(sequence.prompt_token_ids) if self._repetition != 1.0 else {}

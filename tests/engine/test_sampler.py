@@ -552,3 +552,11 @@ def test_release_forgets_and_may_be_repeated() -> None:
     sampler.release(row)
     sampler.release(row)
     assert not sampler._states
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 2.0])
+def test_the_smallest_repetition_penalty_rules_out_every_token(temperature: float) -> None:
+    row = sequence(prompt=(1, 5, 9), repetition_penalty=5e-324, temperature=temperature, seed=0)
+    logits = random_logits(1, 1000)
+    logits[0, [1, 5, 9]] = torch.tensor([2.0, 7.0, 0.0])
+    assert tokens(sampler_for(row).sample(logits, [row])) == [5]
