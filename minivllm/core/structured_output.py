@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
-from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
+from minivllm.core.errors import InvalidRequestError, MinivllmError, ModelLoadError, RequestFailedError
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.tokenizer import Tokenizer
@@ -37,6 +37,12 @@ MAX_REPEAT = 10_000
 MAX_GRAMMAR_LENGTH = 256 * 1024
 """Characters of a schema, a grammar or a list of choices."""
 
+MAX_ITEMS_IN_ROW = 20_000
+"""Places of a grammar that may be open at once. An object takes four for each property that may come next."""
+
+_MARKS_OF_LIMITS = ("max is", "too many", "too large", "too big", "too complex", "fuel", "limit")
+"""In the library's messages, those of a grammar that asks for more than it allows."""
+
 _KEPT_GRAMMARS = 64
 _PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
 
@@ -44,31 +50,36 @@ _PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
 class GrammarState:
     """Where one sequence stands in its grammar. Follows the generated tokens; asking twice changes nothing."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
         self._matcher = matcher
+        self._param = param
         self._consumed = 0
 
     def follow(self, generated_token_ids: list[int]) -> LLMatcher:
         """Takes in the tokens generated since the last call.
 
         Raises:
-            RequestFailedError: the grammar became too complex to follow, or a token does not fit it.
+            InvalidRequestError: the grammar is too complex to follow.
+            RequestFailedError: a token does not fit it.
         """
         new = generated_token_ids[self._consumed :]
         self._consumed = len(generated_token_ids)
         # After the end of the grammar only EOS is allowed; with ignore_eos it comes again and again.
         if new and not self._matcher.is_stopped():
             self._matcher.consume_tokens(new)
-        error = _grammar_error(self._matcher)
+        error = self.error()
         if error is not None:
             raise error
         return self._matcher
 
-
-def _grammar_error(matcher: LLMatcher) -> RequestFailedError | None:
-    if not matcher.is_error():
-        return None
-    return RequestFailedError(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
+    def error(self) -> MinivllmError | None:
+        """What is wrong, once something is. Some grammars show only on the way that they ask for too much."""
+        if not self._matcher.is_error():
+            return None
+        reason = _first_line(self._matcher.get_error())
+        if any(mark in reason for mark in _MARKS_OF_LIMITS):
+            return InvalidRequestError(f"the grammar is too complex: {reason}", param=self._param)
+        return RequestFailedError(f"the grammar cannot be followed: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class _Mask:
     position: int
     bits: MaskBits | None
     is_complete: bool = False
-    error: RequestFailedError | None = None
+    error: MinivllmError | None = None
 
 
 class GrammarMasks:
@@ -101,7 +112,7 @@ class GrammarMasks:
         """One bit a token, lowest bit first, 1 where the token may come next.
 
         Raises:
-            RequestFailedError: this sequence's grammar cannot be followed.
+            InvalidRequestError, RequestFailedError: this sequence's grammar cannot be followed.
         """
         mask = self._masks[sequence]
         if mask.error is not None:
@@ -143,10 +154,10 @@ class GrammarCompiler:
             self._compiled.move_to_end(key)
             while len(self._compiled) > _KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy())
+            return GrammarState(matcher.deep_copy(), _param_of(structured_output))
 
     def _compile_new(self, structured_output: StructuredOutput) -> LLMatcher:
-        param = _PARAMS.get(structured_output.kind, "structured_outputs")
+        param = _param_of(structured_output)
         try:
             grammar = _grammar_text(structured_output)
             matcher = LLMatcher(self.load(), grammar, log_level=0, limits=_limits())
@@ -194,18 +205,17 @@ class GrammarCompiler:
         A grammar that fails is noted in the result, which raises when that mask is asked for.
         """
         masks = GrammarMasks()
-        live: list[tuple[Sequence, int, LLMatcher]] = []
+        live: list[tuple[Sequence, int, GrammarState, LLMatcher]] = []
         for sequence, state in entries:
             generated = list(sequence.generated_token_ids)
             try:
-                live.append((sequence, len(generated), state.follow(generated)))
-            except RequestFailedError as error:
+                live.append((sequence, len(generated), state, state.follow(generated)))
+            except MinivllmError as error:
                 masks.record(sequence, _Mask(len(generated), None, error=error))
         if live:
-            bits = self._fill([matcher for _, _, matcher in live])
-            for row, (sequence, position, matcher) in enumerate(live):
-                mask = _Mask(position, bits[row], matcher.is_stopped(), _grammar_error(matcher))
-                masks.record(sequence, mask)
+            bits = self._fill([matcher for *_, matcher in live])
+            for row, (sequence, position, state, matcher) in enumerate(live):
+                masks.record(sequence, _Mask(position, bits[row], matcher.is_stopped(), state.error()))
         return masks
 
     def _fill(self, matchers: list[LLMatcher]) -> MaskBits:
@@ -220,7 +230,11 @@ class GrammarCompiler:
 
 
 def _limits() -> LLParserLimits:
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, verbose_errors=False)
+
+
+def _param_of(structured_output: StructuredOutput) -> str:
+    return _PARAMS.get(structured_output.kind, "structured_outputs")
 
 
 def _grammar_text(structured_output: StructuredOutput) -> str:
@@ -288,4 +302,4 @@ def _refusal(structured_output: StructuredOutput, param: str, reason: str) -> In
 
 def _first_line(reason: str) -> str:
     """Library messages can span screens: their first lines, cut."""
-    return " ".join(reason.split())[:200]
+    return " ".join(reason.replace("<non-verbose/>", "").partition(";")[0].split())[:200]

@@ -213,6 +213,29 @@ def test_a_grammar_that_cannot_be_followed_fails_alone(sampler: Sampler, tokeniz
         sampler.release(one)
 
 
+def test_an_object_of_very_many_optional_properties_is_too_much(sampler: Sampler) -> None:
+    properties = {f"p{number}": {"type": "string"} for number in range(1000)}
+    drive(sampler, [request("many", "json_schema", {"type": "object", "properties": properties})], 10)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_grammar_too_complex_is_called_a_fault_of_the_server(sampler: Sampler, ahead: bool) -> None:
+    one = request("r", "regex", "((a{100}){100}){100}")
+    error: BaseException | None = None
+    try:
+        sampler.prepare(one)
+    except InvalidRequestError as refusal:
+        error = refusal
+    if error is None:
+        if ahead:
+            sampler.start_masks([one])
+        error = sampler.sample(torch.zeros(1, VOCAB), [one])[0].error
+    assert isinstance(error, InvalidRequestError)
+    assert error.param == "structured_outputs"
+    assert "non-verbose" not in error.message
+    sampler.release(one)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "param"),
     [

@@ -170,6 +170,12 @@ def test_metrics_are_exact_at_once(client: httpx.Client) -> None:
 # ---- tokens ----
 
 
+def test_a_text_longer_than_any_prompt_is_counted(client: httpx.Client) -> None:
+    answer = client.post("/tokenize", json={"prompt": "a b " * 25_000}).json()
+    assert answer["count"] == 50_001
+    assert answer["max_model_len"] < answer["count"]
+
+
 @pytest.mark.parametrize("text", ["Once upon a time", "你好 🦊", " leading", "a\n\n\tb", ""])
 def test_tokens_and_back(client: httpx.Client, text: str) -> None:
     answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

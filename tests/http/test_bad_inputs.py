@@ -222,6 +222,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(guided_json="{not json"), 400, "guided_json"),
     (completion(guided_choice=[]), 400, "guided_choice"),
     (completion(guided_choice=[1]), 400, "guided_choice[0]"),
+    (completion(guided_regex="((a{100}){100}){100}"), 400, "guided_regex"),
     (completion(guided_regex="a", guided_choice=["b"]), 400, "guided_choice"),
     (completion(structured_outputs={}), 400, "structured_outputs"),
     (completion(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs"),

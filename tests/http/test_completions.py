@@ -188,6 +188,20 @@ def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client, tokenizer: T
         assert "".join(found["tokens"]) == choice["text"]
 
 
+def test_a_token_that_ends_inside_a_character_stands_among_its_alternatives(
+    client: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    inside = tokenizer.encode("𓀀")[-2]
+    body = {"logit_bias": {str(inside): 100}, "max_tokens": 2, "ignore_eos": True}
+    for logprobs in (0, 1, 3):
+        found = lists(ask(client, logprobs=logprobs, **body)["choices"][0])
+        assert found["tokens"][-1].endswith("\ufffd")
+        for token, own, alternatives in zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            assert alternatives[token] == own
+
+
 def test_max_tokens_zero_with_echo_only_scores(client: httpx.Client, tokenizer: Tokenizer) -> None:
     prompts = ["Once upon a time", "The end"]
     answer = ask(client, prompts, max_tokens=0, echo=True, logprobs=1)

@@ -44,7 +44,12 @@ async def chat_prompt(
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         chat_template_kwargs=_template_variables(body),
     )
-    token_ids = await service.encode(text, add_special_tokens=bool(body.add_special_tokens), param="messages")
+    token_ids = await service.encode(
+        text,
+        add_special_tokens=bool(body.add_special_tokens),
+        param="messages",
+        is_prompt=isinstance(body, ChatCompletionRequest),
+    )
     if not token_ids:
         raise InvalidRequestError("messages: the model's chat template makes no tokens of these", param="messages")
     return Prompt(token_ids, text)

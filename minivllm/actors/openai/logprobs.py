@@ -37,7 +37,7 @@ class CompletionLogprobs:
         for entry in logprobs:
             self._add(lists, self._decoder.push(entry.token_id), entry)
         # The output begins anew: what the prompt's last token left open is not completed by it.
-        lists["tokens"][-1:] = ["".join([*lists["tokens"][-1:], self._decoder.flush()])]
+        _complete_last(lists, self._decoder.flush())
         self._decoder = self._tokenizer.incremental_decoder(self._skip)
         self._offset = len(text)
         return lists
@@ -48,7 +48,7 @@ class CompletionLogprobs:
         for entry in logprobs[:-1] if hides_last else logprobs:
             self._add(lists, self._decoder.push(entry.token_id), entry)
         if is_last and lists["tokens"]:
-            lists["tokens"][-1] += self._decoder.flush()
+            _complete_last(lists, self._decoder.flush())
         if hides_last and logprobs:
             self._add(lists, "", logprobs[-1])
         return lists
@@ -70,6 +70,21 @@ class CompletionLogprobs:
                 alternatives.setdefault(token_text(self._tokenizer, token_id), _finite(logprob))
         alternatives.setdefault(text, _finite(entry.logprob))
         lists["top_logprobs"].append(alternatives)
+
+
+def _complete_last(lists: dict[str, list[Any]], rest: str) -> None:
+    """Gives the last token what its decoder held back, also where it stands among its alternatives."""
+    if not rest or not lists["tokens"]:
+        return
+    before, own = lists["tokens"][-1], lists["token_logprobs"][-1]
+    lists["tokens"][-1] = before + rest
+    alternatives = lists["top_logprobs"][-1]
+    if alternatives is not None:
+        renamed: dict[str, float] = {}
+        for text, logprob in alternatives.items():
+            renamed.setdefault(before + rest if text == before and logprob == own else text, logprob)
+        renamed.setdefault(before + rest, own)
+        lists["top_logprobs"][-1] = renamed
 
 
 def _empty_lists() -> dict[str, list[Any]]:

@@ -166,12 +166,12 @@ class GenerationService:
 
     # ---------------------------------------------------------------- text and tokens
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text. A long one is tokenized beside the event loop, a hopelessly long one not at all."""
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str, is_prompt: bool = True) -> list[int]:
+        """Token ids of a text. A long one is tokenized beside the event loop, a hopelessly long prompt not at all."""
         if len(text) <= INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
         at_least = len(text) // self._longest_token
-        if at_least > self.info.max_model_len:
+        if is_prompt and at_least > self.info.max_model_len:
             raise self._too_long(f"has at least {at_least} tokens", param)
         return await self.in_thread(
             lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)

@@ -20,7 +20,7 @@ async def tokenize(service: GenerationService, fields: object) -> dict[str, Any]
         token_ids = (await chat_prompt(service, body, tools)).token_ids
     else:
         adds = body.add_special_tokens is not False
-        token_ids = await service.encode(body.prompt or "", add_special_tokens=adds, param="prompt")
+        token_ids = await service.encode(body.prompt or "", add_special_tokens=adds, param="prompt", is_prompt=False)
     answer: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": service.info.max_model_len,
