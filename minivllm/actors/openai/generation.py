@@ -129,8 +129,9 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
         """What is new, whenever something is; ends after the last choice's last delta.
 
-        The first `anext` raises what the engine says to a request that it refuses; later ones RequestFailedError or
-        EngineDeadError. Close it (`aclose`) when leaving early.
+        The first `anext` raises what the engine says to a request that it refuses; later ones RequestFailedError,
+        EngineDeadError, or InvalidRequestError for a grammar that proves too complex. Close it (`aclose`) when leaving
+        early.
         """
         async with contextlib.aclosing(self._batches()) as batches:
             async for batch in batches:

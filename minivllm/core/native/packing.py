@@ -1,4 +1,4 @@
-"""Weights as the C++ products take them."""
+"""Weights as the C++ products take them, in the number format that suits the CPU."""
 
 from __future__ import annotations
 

@@ -26,12 +26,6 @@ constexpr int TILE_BLOCK_ROWS = 2 * TILE_ROWS;  // that one panel of 32 columns 
 template <int VALUE>
 using Number = std::integral_constant<int, VALUE>;
 
-#if defined(MINIVLLM_TILES)
-constexpr bool HAS_TILES = true;
-#else
-constexpr bool HAS_TILES = false;
-#endif
-
 // Set when a check of the unit failed.
 inline bool tiles_are_forbidden = false;
 
