@@ -22,6 +22,7 @@ from benchmarks.common import (
     print_table,
     quiet,
     run_peer,
+    steady_engine,
     write_json,
 )
 
@@ -62,9 +63,7 @@ def measure(engine: Any, settings: str, request: Request, label: str) -> Latency
 
 def run_ours(settings: dict[str, Any]) -> list[Latency]:
     """Best of two for each length."""
-    from minivllm import EngineConfig, LLMEngine
-
-    engine = LLMEngine(EngineConfig(enable_prefix_caching=False, **settings))
+    engine = steady_engine(enable_prefix_caching=False, **settings)
     measure(engine, "", even_work(1, 64, 8)[0], "warm")
     found = []
     for length in LENGTHS:

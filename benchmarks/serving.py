@@ -40,6 +40,7 @@ from benchmarks.common import (
     print_environment,
     print_table,
     quiet,
+    steady_engine,
     vllm_environment,
     write_json,
 )
@@ -47,6 +48,8 @@ from benchmarks.common import (
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 300
 ONE_BY_ONE_COUNT = 8
+SETTLE_SECONDS = 12
+"""A server has this long between its first answer and the load; what it does once after its start is over then."""
 
 
 @dataclass(slots=True)
@@ -269,6 +272,7 @@ def model_name(base_url: str) -> str:
 def run_loads(server: str, base_url: str, options: argparse.Namespace) -> list[Run]:
     model = options.model or model_name(base_url)
     measure(server, base_url, model, 4, AT_ONCE)
+    time.sleep(SETTLE_SECONDS)
     loads: list[tuple[int, float | str]] = [(options.requests, AT_ONCE), (ONE_BY_ONE_COUNT, ONE_BY_ONE)]
     loads += [(max(8, int(rate * options.seconds)), rate) for rate in options.rate]
     return [measure(server, base_url, model, count, arrivals) for count, arrivals in loads]
@@ -279,9 +283,7 @@ def run_loads(server: str, base_url: str, options: argparse.Namespace) -> list[R
 
 def engine_alone(quantization: str | None, count: int) -> list[Run]:
     """The closed loops without HTTP, Ray and text."""
-    from minivllm import EngineConfig, LLMEngine
-
-    engine = LLMEngine(EngineConfig(quantization=quantization, enable_prefix_caching=False))
+    engine = steady_engine(quantization=quantization, enable_prefix_caching=False)
     name = f"engine alone {quantization or 'bfloat16'}"
     run_on_engine(engine, work(4))
     started = time.perf_counter()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -21,7 +24,7 @@ from minivllm.actors.openai.http_app import make_http_app
 from minivllm.actors.openai.service import GenerationService
 from minivllm.actors.openai.tokenize import detokenize, tokenize
 from minivllm.core.errors import InvalidRequestError
-from minivllm.core.tokenizer import load_tokenizer
+from minivllm.core.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -48,7 +51,7 @@ class Ingress:
         self, args: AppArgs, engine: DeploymentHandle[Any], metrics: DeploymentHandle[Any]
     ) -> None:
         show_logs()
-        tokenizer = await asyncio.to_thread(load_tokenizer, args)
+        tokenizer = await _in_background(load_tokenizer, args)
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
         self._service = GenerationService(client, tokenizer, args, self._last_known)
@@ -139,3 +142,14 @@ class Ingress:
         """Block counts and rejections over time, from the Metrics deployment, oldest first."""
         points: list[HistoryPoint] = await self._metrics.history.remote(last)
         return points
+
+
+async def _in_background(function: Callable[[AppArgs], Tokenizer], args: AppArgs) -> Tokenizer:
+    """Runs it in a thread that stands back: the engine, which everybody waits for, loads at the same time."""
+
+    def stand_back() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+
+    with ThreadPoolExecutor(1, initializer=stand_back) as executor:
+        return await asyncio.get_running_loop().run_in_executor(executor, function, args)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -69,7 +69,7 @@ class TransformersBody:
 
 
 class NativeBody:
-    """One C++ call for the decoder, one for the output projection. Frees the weights that it has packed."""
+    """One C++ call for the decoder, one for the output projection."""
 
     name = "native"
 
@@ -81,7 +81,6 @@ class NativeBody:
         # In 8 bits the output projection would cost as much accuracy as all layers together.
         head_format = self._decoder.sensitive_format
         self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
-        free_packed_weights(model.model)
         logger.info(
             "weights packed for the native decoder in %.1f s (%s)",
             time.monotonic() - started,
@@ -142,10 +141,3 @@ def _choose(
     if config.compile == "on":
         plain.compile()
     return plain
-
-
-def free_packed_weights(model: Any) -> None:
-    """Lets go of the weights of all projections in the decoder's layers, which have been packed."""
-    for module in model.base_model.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)

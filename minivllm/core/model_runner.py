@@ -19,6 +19,7 @@ from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
 from minivllm.core.model_body import ModelBody, TransformersBody, choose_body
 from minivllm.core.model_input import ModelInput, PackedLayout
 from minivllm.core.model_loader import default_num_threads, load_model
+from minivllm.core.native.page_toucher import PageToucher
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampler import Sampler, token_logprobs
 from minivllm.core.sampling_params import SamplingParams
@@ -78,6 +79,7 @@ class ModelRunner:
         # Body and sampler stand before: to count the blocks, a GPU runs a step.
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
+        self.page_toucher = PageToucher.start(self.kv_cache)
         self._block_table_rows = BlockTableRows(config.block_size, self.kv_cache.padding_block_id)
         check_unproven(self)
         longest = min(self.max_model_len, self.kv_cache.num_tokens)

@@ -12,7 +12,6 @@ can change it, and the rest by `flush`:
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,10 +202,9 @@ class WindowDecoder:
 DecoderFactory = Callable[[TokenTable, bool], IncrementalDecoder]
 
 
-def choose_decoder(backend_json: str | None) -> DecoderFactory:
-    """The decoder for a `tokenizers` tokenizer, given as its JSON; the general one when we do not know its kind."""
-    decoder = json.loads(backend_json).get("decoder") if backend_json else None
-    if decoder is not None and decoder["type"] == "ByteLevel":
+def choose_decoder(decoder: dict[str, Any] | None) -> DecoderFactory:
+    """Our decoder for what `tokenizer.json` says under "decoder"; the general one when we do not know its kind."""
+    if spells_bytes(decoder):
         return ByteLevelDecoder
     rules = piece_rules(decoder) if decoder is not None else None
     if rules is None:
@@ -214,9 +212,8 @@ def choose_decoder(backend_json: str | None) -> DecoderFactory:
     return lambda table, skip: PieceDecoder(table, skip, rules)
 
 
-def spells_bytes(backend_json: str | None) -> bool:
+def spells_bytes(decoder: dict[str, Any] | None) -> bool:
     """True for byte-level BPE."""
-    decoder = json.loads(backend_json).get("decoder") if backend_json else None
     return decoder is not None and decoder["type"] == "ByteLevel"
 
 

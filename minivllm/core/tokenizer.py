@@ -39,9 +39,9 @@ class Tokenizer:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-        text = self.backend_json()
-        self._is_byte_level = spells_bytes(text)
-        self._make_decoder = choose_decoder(text)
+        decoder = self._decoder_description()
+        self._is_byte_level = spells_bytes(decoder)
+        self._make_decoder = choose_decoder(decoder)
         self._tokens: dict[int, str] = {place: token for token, place in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         self._added = {token_id: str(token.content) for token_id, token in added.items()}
@@ -83,6 +83,11 @@ class Tokenizer:
     def backend_json(self) -> str | None:
         """The whole tokenizer in the format of `tokenizer.json`, None when it is not a fast one."""
         return None if self._backend is None else str(self._backend.to_str())
+
+    def _decoder_description(self) -> dict[str, Any] | None:
+        """What `tokenizer.json` says under "decoder", without writing and reading the whole of it."""
+        decoder = None if self._backend is None else self._backend.decoder
+        return None if decoder is None else dict(json.loads(decoder.__getstate__()))
 
     # -- text <-> ids ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from minivllm.core.sampling_params import SamplingParams
@@ -42,12 +43,14 @@ def warm_up(runner: ModelRunner, max_num_batched_tokens: int) -> None:
         sequence.block_table = list(range(first_block, end))
         first_block = end
         runner.prepare(sequence)
-    _step(runner, sequences)
-    _step(runner, sequences)
-    _step(runner, sequences[-1:])
+    with ThreadPoolExecutor(1) as executor:
+        vocabulary = executor.submit(runner.sampler.warm_up)  # on the core that the steps' Python leaves idle
+        _step(runner, sequences)
+        _step(runner, sequences)
+        _step(runner, sequences[-1:])
+        vocabulary.result()
     for sequence in sequences:
         runner.release(sequence)
-    runner.sampler.warm_up()
     logger.info("warmed up in %.1f s", time.monotonic() - started)
 
 

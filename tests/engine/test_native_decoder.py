@@ -186,6 +186,20 @@ def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
         torch.set_num_threads(before)
 
 
+def test_a_thread_sleeps_through_the_end_of_a_stage():
+    """More threads than cores, and pieces so long that whoever waits for the last of them goes to sleep."""
+    library = native.library()
+    before = torch.get_num_threads()
+    states, weight = torch.randn(48, 1024), torch.randn(2048, 1024)
+    try:
+        torch.set_num_threads(6)
+        workspace, packed = Workspace(library), pack(library, weight, None, NumberFormat.FLOAT)
+        first = apply(library, workspace, packed, states)
+        assert all(torch.equal(apply(library, workspace, packed, states), first) for _ in range(100))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))

@@ -120,6 +120,12 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.minivllm_begin_step.restype = None
     library.minivllm_attention.argtypes = (c_void_p, POINTER(AttentionCall))
     library.minivllm_attention.restype = None
+    library.minivllm_touch_pages.argtypes = (c_void_p, c_int64, c_int64)
+    library.minivllm_touch_pages.restype = c_void_p
+    library.minivllm_are_touched.argtypes = (c_void_p,)
+    library.minivllm_are_touched.restype = c_int32
+    library.minivllm_stop_touching.argtypes = (c_void_p,)
+    library.minivllm_stop_touching.restype = None
     library.minivllm_pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
     library.minivllm_pack.restype = c_float
     library.minivllm_panel_bytes.argtypes = (c_int32, c_int64)

@@ -19,7 +19,7 @@ from minivllm.core.native.bindings import declare
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-w")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-pthread", "-fPIC", "-shared", "-fno-math-errno", "-w")
 _TIMEOUT_SECONDS = 300
 
 

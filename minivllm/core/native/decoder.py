@@ -53,6 +53,8 @@ def why_not_decoder(model: Any, layers: tuple[AttentionLayer, ...], dtype: torch
 class NativeDecoder:
     """Owns packed copies of the weights and keeps the transformers model's embedding and norms.
 
+    The model's own weights are freed, layer by layer: memory never holds all of them twice.
+
     Attributes:
         sensitive_format: the number format of what 8 bits would harm most.
 
@@ -86,6 +88,7 @@ class NativeDecoder:
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index)
+            free_weights(module)
         self._decoder = self._describe(model, layers[0], kv_cache, max_positions)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
@@ -175,6 +178,13 @@ class NativeDecoder:
         copy = weight.detach().float().contiguous().clone()
         self._kept.append(copy)
         return copy.data_ptr()
+
+
+def free_weights(module: nn.Module) -> None:
+    """Lets go of the weights of all projections in a module."""
+    for each in module.modules():
+        if isinstance(each, nn.Linear):
+            each.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 def interleave(rows: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 #include <omp.h>
 
 #include "decoder.hpp"
+#include "page_toucher.hpp"
 
 using namespace minivllm;
 
@@ -101,6 +102,18 @@ extern "C" void minivllm_attention(void* workspace, const AttentionCall* call) {
     else
         attend<BFloat16Cache>(*(Workspace*)workspace, *call);
 }
+
+// ---- memory ----
+
+// Touches all pages of `regions` times `region_bytes`, in a thread of its own; the caller goes on at once.
+extern "C" void* minivllm_touch_pages(void* base, int64_t regions, int64_t region_bytes) {
+    return new PageToucher((char*)base, regions, region_bytes);
+}
+
+extern "C" int32_t minivllm_are_touched(const void* toucher) { return ((const PageToucher*)toucher)->is_done(); }
+
+// Returns when no page will be touched any more.
+extern "C" void minivllm_stop_touching(void* toucher) { delete (PageToucher*)toucher; }
 
 // ---- weights and products ----
 

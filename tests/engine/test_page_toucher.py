@@ -1,0 +1,90 @@
+"""The memory of the KV pool is there before requests need it, and nobody notices how it came."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
+from minivllm.core.native import library
+from minivllm.core.native.page_toucher import PageToucher
+
+SPEC = KVCacheSpec(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
+BLOCK_BYTES = SPEC.block_bytes
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def has_library() -> None:
+    assert library() is not None, "these tests need the C++ library"
+
+
+def pool_of(mebibytes: int) -> KVCachePool:
+    return KVCachePool(SPEC, mebibytes * 2**20 // BLOCK_BYTES, CPU)
+
+
+def started(pool: KVCachePool) -> PageToucher:
+    toucher = PageToucher.start(pool)
+    assert toucher is not None
+    return toucher
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the system has given to the stretches of memory in which a tensor lies."""
+    begin = tensor.data_ptr()
+    end = begin + tensor.numel() * tensor.element_size()
+    total, overlaps = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if not head.endswith(":"):
+            first, last = (int(part, 16) for part in head.split("-"))
+            overlaps = first < end and begin < last
+        elif overlaps and head == "Rss:":
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_step_waits_for_the_system_to_find_memory() -> None:
+    pool = pool_of(64)
+    before = resident_bytes(pool.tensor)
+    started(pool).wait()
+    assert before < 32 * 2**20
+    assert resident_bytes(pool.tensor) >= pool.num_bytes
+
+
+def test_keys_written_meanwhile_are_lost() -> None:
+    pool = pool_of(256)
+    toucher = started(pool)
+    rounds = 0
+    while not toucher.is_done() or rounds == 0:
+        value = float(rounds % 100)
+        pool.tensor[:, :, :, 0, 0, :8] = value
+        assert bool((pool.tensor[:, :, :, 0, 0, :8] == value).all())
+        rounds += 1
+    pool.tensor.fill_(3.0)
+    started(pool).wait()
+    assert bool((pool.tensor == 3.0).all())
+
+
+def test_a_pool_that_is_gone_is_still_written_to() -> None:
+    threads = num_threads()
+    pool = pool_of(2048)
+    toucher = started(pool)
+    assert num_threads() == threads + 1
+    begun = time.monotonic()
+    del pool
+    assert time.monotonic() - begun < 5.0
+    assert toucher.is_done()
+    assert num_threads() == threads
+
+
+def test_a_machine_without_a_compiler_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.core.native.page_toucher.library", lambda: None)
+    assert PageToucher.start(pool_of(1)) is None
