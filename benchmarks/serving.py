@@ -142,8 +142,8 @@ async def read_stream(reader: asyncio.StreamReader, answer: Answer, started: flo
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
-        # Only the last piece is looked into: it carries the usage and no choices.
-        if b'"choices":[]' in line or b'"choices": []' in line:
+        # Only the last piece is looked into: it carries the usage, in most servers without choices.
+        if b'"usage":{' in line or b'"usage": {' in line:
             answer.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
         else:
             answer.arrivals.append(time.perf_counter() - started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 import time
@@ -16,6 +15,7 @@ import minivllm
 from minivllm.actors.channels import ChannelMessage, Channels
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.garbage import spare_what_is_loaded
 from minivllm.actors.logs import show_logs
 from minivllm.actors.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.actors.publisher import SnapshotPublisher
@@ -34,9 +34,6 @@ logger = logging.getLogger("minivllm.engine")
 GIL_SWITCH_INTERVAL_S = 0.0005
 """The loop's thread may hold the interpreter this long while the step thread waits for it. Python's 5 ms would be a
 good part of a step."""
-
-GC_YOUNG_OBJECTS = 20_000
-"""New objects between two passes of the garbage collector. Python's 700 would be a pass every few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,7 @@ def load_engine(config: EngineConfig) -> LLMEngine:
     runner = ModelRunner(config)
     engine = LLMEngine(config, runner)
     warm_up(runner, engine.scheduler.token_budget)
-    # What is alive now stays alive: no later pass of the collector needs to walk the model and the libraries again.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_YOUNG_OBJECTS)
+    spare_what_is_loaded()
     return engine
 
 

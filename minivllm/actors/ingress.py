@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from minivllm.actors.config import AppArgs
 from minivllm.actors.engine_client import EngineClient
+from minivllm.actors.garbage import spare_what_is_loaded
 from minivllm.actors.logs import show_logs
 from minivllm.actors.messages import EngineInfo, EngineSnapshot
 from minivllm.actors.openai.chat import Chat
@@ -52,6 +53,7 @@ class Ingress:
     ) -> None:
         show_logs()
         tokenizer = await _in_background(load_tokenizer, args)
+        spare_what_is_loaded()
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
         self._service = GenerationService(client, tokenizer, args, self._last_known)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +48,29 @@ def blocks_on_cpu(spec: KVCacheSpec, num_bytes: int) -> int:
     if num_bytes > physical:
         raise ModelLoadError(f"cpu_kv_cache_bytes={num_bytes} is more than the memory of this machine, {physical}")
     return blocks_in(num_bytes, spec, "cpu_kv_cache_bytes")
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take without anybody being killed; None where the system does not say.
+
+    The least of what the machine has left and what the control group has left (its cache of files can be given up).
+    """
+    try:
+        left = _numbers("/proc/meminfo")["MemAvailable"] * 1024
+    except (OSError, KeyError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no limit says "max", which is no number
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text()) - _numbers(group / "memory.stat").get("inactive_file", 0)
+        left = min(left, limit - used)
+    return left
+
+
+def _numbers(path: str | Path) -> dict[str, int]:
+    """A file of lines such as `name: 123 kB`."""
+    lines = (line.replace(":", " ").split() for line in Path(path).read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def blocks_on_cuda(runner: ModelRunner, utilization: float) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minivllm.core import memory
 from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
 from minivllm.core.native import library
 from minivllm.core.native.page_toucher import PageToucher
@@ -88,3 +89,28 @@ def test_a_pool_that_is_gone_is_still_written_to() -> None:
 def test_a_machine_without_a_compiler_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.core.native.page_toucher.library", lambda: None)
     assert PageToucher.start(pool_of(1)) is None
+
+
+def test_a_pool_as_large_as_the_memory_gets_somebody_killed(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    pool = pool_of(64)
+    monkeypatch.setattr("minivllm.core.native.page_toucher.available_bytes", lambda: 70 * 2**20)
+    assert PageToucher.start(pool) is None
+    assert "it gets them as it needs them" in caplog.text
+
+
+def test_a_limit_of_the_control_group_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB\n", "memory.max": "2000000\n"}
+    files |= {"memory.current": "1500000\n", "memory.stat": "anon 1\ninactive_file 300000\n"}
+
+    def read(path: Path) -> str:
+        found = files.get(str(path)) or files.get(path.name)
+        if found is None:
+            raise OSError(path)
+        return found
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert memory.available_bytes() == 800_000
+    files["memory.max"] = "max\n"
+    assert memory.available_bytes() == 3_072_000
+    del files["/proc/meminfo"]
+    assert memory.available_bytes() is None

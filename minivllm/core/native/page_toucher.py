@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 import weakref
 from typing import TYPE_CHECKING, Self
 
+from minivllm.core.memory import available_bytes
 from minivllm.core.native.build import library
 
 if TYPE_CHECKING:
     from minivllm.core.kv_cache import KVCachePool
+
+logger = logging.getLogger(__name__)
+
+MOST_OF_MEMORY = 0.8
+"""A pool larger than this share of what is left is not taken ahead: somebody might be killed for it."""
 
 
 class PageToucher:
@@ -26,9 +33,20 @@ class PageToucher:
 
     @classmethod
     def start(cls, pool: KVCachePool) -> Self | None:
-        """None on a GPU, and where the C++ library is lacking: pages then come as they are first written."""
+        """None on a GPU, where the C++ library is lacking, and for a pool that would take nearly all the memory that is
+        left: pages then come as they are first written."""
         found = library() if pool.device.type == "cpu" else None
-        return None if found is None else cls(found, pool)
+        left = available_bytes()
+        if found is None or left is None:
+            return None
+        if pool.num_bytes > MOST_OF_MEMORY * left:
+            logger.warning(
+                "the KV pool has %.1f GiB and there are %.1f GiB of memory left: it gets them as it needs them",
+                pool.num_bytes / 2**30,
+                left / 2**30,
+            )
+            return None
+        return cls(found, pool)
 
     def is_done(self) -> bool:
         """Whether the pool has all its pages, or is gone."""
