@@ -30,6 +30,7 @@ help: ## What can be made
 install: $(VENV)/serve.stamp ## The virtual environment in .venv with all that serving needs
 
 serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another: CONFIG=...); Ctrl-C stops it
+	@$(BIN)/python -m minivllm.actors.check_config $(CONFIG)
 	@exec $(BIN)/serve run $(CONFIG)
 
 test: $(VENV)/develop.stamp ## All tests (some of them: PYTEST_ARGS="tests/core -k watermark")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 import minivllm
 from minivllm.actors.channels import ChannelMessage, Channels
 from minivllm.actors.config import LiveSettings
@@ -131,6 +133,10 @@ class Engine:
         """Ends a request, or one of its samples; its terminal output still comes. An unknown id is no error."""
         self._loop.abort(request_id, index)
 
+    async def count_never_fits(self) -> None:
+        """Counts a prompt that was refused on its way here, since it could never fit."""
+        await self._loop.call(lambda engine: engine.scheduler.count_never_fits())
+
     # ---- questions ----
 
     async def info(self) -> EngineInfo:
@@ -156,8 +162,15 @@ class Engine:
         self._loop.check_health()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Applies LiveSettings; what is not among them is as `args` say. Serve calls it when `user_config` changes."""
-        live = LiveSettings.model_validate(user_config)
+        """Applies LiveSettings; what is not among them is as `args` say. Serve calls it when `user_config` changes.
+
+        A mistake is logged and changes nothing. If it were raised, Serve would stop this engine, and each that follows.
+        """
+        try:
+            live = LiveSettings.model_validate(user_config)
+        except ValidationError as error:
+            logger.error("user_config is not applied, the settings stay as they were: %s", error)
+            return
         self._loop.consumer_timeout_s = live.consumer_timeout_s or self._settings.consumer_timeout_s
         self._loop.stall_timeout_s = live.stall_timeout_s or self._settings.stall_timeout_s
         limits = {
@@ -165,7 +178,8 @@ class Engine:
             for name in ("max_waiting_requests", "max_waiting_tokens")
         }
         await self._loop.call(partial(_set_queue_limits, limits))
-        logger.info("settings now: %s", live)
+        timeouts = {name: getattr(self._loop, name) for name in ("consumer_timeout_s", "stall_timeout_s")}
+        logger.info("settings now: %s", timeouts | limits)
 
     def __del__(self) -> None:
         if hasattr(self, "_publisher"):

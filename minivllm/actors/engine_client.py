@@ -53,6 +53,7 @@ class EngineClient:
         self._connect_timeout_s = connect_timeout_s
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[_Connection] | None = None
+        self._counting: set[asyncio.Task[Any]] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
         """Outputs of one request, merged from all that came since the consumer last asked.
@@ -91,6 +92,13 @@ class EngineClient:
         """A fresh snapshot, taken between two steps."""
         snapshot: EngineSnapshot = await _typed(self._call.stats.remote())
         return snapshot
+
+    def count_never_fits(self) -> None:
+        """Tells the engine, in passing, of a prompt that could never fit and was not sent to it."""
+        counting = in_own_context(_typed(self._call.count_never_fits.remote()))
+        self._counting.add(counting)
+        counting.add_done_callback(self._counting.discard)
+        counting.add_done_callback(_take_note)
 
     def close(self) -> None:
         """Ends the connection; live requests end with EngineDeadError."""
@@ -226,7 +234,7 @@ class _Connection:
 
 
 def _take_note(task: asyncio.Task[Any]) -> None:
-    """Those who waited for it may all be gone: nobody else asks for its exception."""
+    """Nobody else may ask for its exception."""
     if not task.cancelled() and task.exception() is not None:
         logger.info("no connection to the engine: %s", task.exception())
 

@@ -478,7 +478,7 @@ class Scheduler:
     def _check_fits(self, sequence: Sequence) -> None:
         room = 0 if sequence.sampling_params.max_tokens == 0 else 1
         if sequence.num_prompt_tokens + room > self.max_model_len:
-            self.counters.rejections["never_fits"] += 1
+            self.count_never_fits()
             raise NeverFitsError(
                 f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {self.max_model_len} tokens "
                 "must hold it and at least one token of output",
@@ -486,6 +486,10 @@ class Scheduler:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 max_model_len=self.max_model_len,
             )
+
+    def count_never_fits(self) -> None:
+        """Counts a prompt refused since it could never fit; the text layer refuses some before they come here."""
+        self.counters.rejections["never_fits"] += 1
 
     def _check_queue(self, group: list[Sequence]) -> None:
         try:

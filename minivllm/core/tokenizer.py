@@ -340,4 +340,6 @@ def _keep(tokenizer: Any, folder: Path) -> None:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
+        if folder.is_dir():
+            return  # another process was faster
         logger.info("the tokenizer was not kept for the next start: %s", error)

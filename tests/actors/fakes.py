@@ -68,6 +68,9 @@ class LocalEngine:
     async def stats(self) -> EngineSnapshot:
         return await self.loop.snapshot()
 
+    async def count_never_fits(self) -> None:
+        await self.loop.call(lambda engine: engine.scheduler.count_never_fits())
+
 
 PARENT: ContextVar[str | None] = ContextVar("PARENT", default=None)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
+import time
 
 import openai
 import pytest
@@ -87,6 +89,18 @@ def test_the_history_shows_blocks_taken_and_given_back(served: Served) -> None:
     assert [point.time for point in points] == sorted(point.time for point in points)
 
 
+def test_prompts_that_can_never_fit_are_counted_wherever_they_are_refused(served: Served) -> None:
+    name = "minivllm_block_admission_rejections_total{never_fits}"
+    before = read_metrics(served.base_url)[name]
+    for prompt in ("word " * 9000, [1] * 9000):
+        with pytest.raises(InvalidRequestError, match="maximum context length"):
+            Client(APP_NAME).generate(prompt, max_tokens=3)
+    deadline = time.monotonic() + 30
+    while (counted := read_metrics(served.base_url)[name] - before) != 2:
+        assert time.monotonic() < deadline, counted
+        time.sleep(0.1)
+
+
 def test_owners_and_reset_by_handle(served: Served) -> None:
     engine = serve.get_deployment_handle("Engine", APP_NAME)
     Client(APP_NAME).generate("A prompt that is long enough to fill more than one block of the cache", max_tokens=30)
@@ -102,6 +116,9 @@ def test_the_client_gives_text_and_streams_the_same(served: Served) -> None:
     whole = client.chat(QUESTION, max_tokens=20, temperature=0)
     assert whole["choices"][0]["message"]["content"] == ANSWER
     assert whole["choices"][0]["finish_reason"] == "stop"
+    assert b"minivllm" not in pickle.dumps(whole).replace(
+        whole["id"].encode(), b""
+    )  # else the caller needs the package
     chunks = list(client.chat_stream(QUESTION, max_tokens=20, temperature=0))
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     assert text == ANSWER

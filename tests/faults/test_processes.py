@@ -225,6 +225,8 @@ def test_changed_settings_reach_the_engine_and_restart_nothing(broken: Broken) -
     codes = asyncio.run(flood())
     assert set(codes) == {200, 429}
     engine.reconfigure.remote({"max_waiting_requests": 2048}).result(timeout_s=30)
+    # What is raised here, Serve takes for a broken engine: it stops it, and each that follows.
+    engine.reconfigure.remote({"consumer_timeout_sec": 5}).result(timeout_s=30)
     assert broken.info().engine_id == old
     assert_serves(broken)
 

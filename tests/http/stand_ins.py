@@ -159,6 +159,9 @@ class LocalEngine:
     async def stats(self) -> EngineSnapshot:
         return await self.loop.snapshot()
 
+    def count_never_fits(self) -> None:
+        self._counting = asyncio.ensure_future(self.loop.call(lambda engine: engine.scheduler.count_never_fits()))
+
 
 async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
     loop = EngineLoop(build)
@@ -277,3 +280,6 @@ class _NeverReady:
 
     async def stats(self) -> EngineSnapshot:
         raise AssertionError("nobody may ask an engine that is not ready")
+
+    def count_never_fits(self) -> None:
+        raise AssertionError("nothing is checked before the engine is ready")

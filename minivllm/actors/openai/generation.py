@@ -27,6 +27,7 @@ class EngineApi(Protocol):
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
     async def info(self) -> EngineInfo: ...
     async def stats(self) -> EngineSnapshot: ...
+    def count_never_fits(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,8 @@ class Generation:
             text=new.text,
             token_ids=new.token_ids,
             logprobs=new.logprobs,
-            finish_reason=new.finish_reason,
+            # Plain: the answer to a handle call is to be read by programs that do not have this package.
+            finish_reason=None if new.finish_reason is None else str(new.finish_reason.value),
             hides_last_token=isinstance(text.stop_reason, int) and not self._params.include_stop_str_in_output,
         )
 

@@ -133,13 +133,17 @@ class GenerationService:
             )
 
     def check_length(self, num_tokens: int, param: str) -> None:
-        """Raises InvalidRequestError naming both numbers when the prompt leaves no room for one token."""
+        """Raises InvalidRequestError naming both numbers when the prompt leaves no room for one token.
+
+        Such a prompt is not sent to the engine in vain; the engine counts it with what it refuses itself.
+        """
         limit = self.info.max_model_len
         if num_tokens >= limit:
             raise self._too_long(f"has {num_tokens} tokens", param)
 
     def _too_long(self, what: str, param: str) -> InvalidRequestError:
         limit = self.info.max_model_len
+        self.engine.count_never_fits()
         return InvalidRequestError(
             f"this model's maximum context length is {limit} tokens, and the prompt {what}: "
             "it must be shorter than that, to leave room for the answer",

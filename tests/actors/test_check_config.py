@@ -1,0 +1,57 @@
+"""A mistake in the configuration is told before Ray is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.actors.check_config import mistakes
+
+ROOT = Path(__file__).parent.parent.parent
+APPLICATION = "applications:\n  - import_path: minivllm.actors.app:build_app\n"
+
+
+@pytest.mark.parametrize("path", ["serve_config.yaml", "deploy/serve_config.yaml"])
+def test_what_we_ship_is_refused(path: str) -> None:
+    assert list(mistakes(ROOT / path)) == []
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("    args: {quantisation: int8}", "args: unknown argument 'quantisation'; did you mean 'quantization'?"),
+        ("    args: {quantization: int7}", "args.quantization: Input should be 'int8'"),
+        ("    args: {block_size: 0, seed: x}", "args.block_size: Input should be greater than or equal to 1"),
+        (
+            "    deployments: [{name: Engine, user_config: {consumer_timeout_sec: 3}}]",
+            "user_config.consumer_timeout_sec: Extra inputs are not permitted",
+        ),
+        ("    args: [", "it cannot be read"),
+    ],
+)
+def test_a_mistake_is_found_only_when_ray_is_up(rest: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(APPLICATION + rest)
+    found = list(mistakes(path))
+    assert any(mistake.startswith(expected) for mistake in found), found
+
+
+def test_keys_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(APPLICATION + "    args: {api_keys: ['my secret'], block_size: none}")
+    assert "secret" not in " ".join(mistakes(path))
+
+
+def test_other_applications_are_judged(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("applications:\n  - import_path: somebody:else\n    args: {anything: 1}\n")
+    assert list(mistakes(path)) == []
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "minivllm.actors.check_config", str(tmp_path / "no.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, f"{tmp_path / 'no.yaml'}: there is no such file\n")
