@@ -50,7 +50,7 @@ class KVCachePool:
         self.device = device
         shape = (spec.num_layers, 2, num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_size)
         try:
-            # Not zeroed: what was never written is never read, and untouched pages cost a CPU no memory.
+            # Not zeroed: what was never written is never read.
             self.tensor = torch.empty(shape, dtype=spec.dtype, device=device)
         except RuntimeError as error:
             size = (num_blocks + 1) * spec.block_bytes

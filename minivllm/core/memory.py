@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,18 +54,33 @@ def blocks_on_cpu(spec: KVCacheSpec, num_bytes: int) -> int:
 def available_bytes() -> int | None:
     """Memory that this process may still take without anybody being killed; None where the system does not say.
 
-    The least of what the machine has left and what the control group has left (its cache of files can be given up).
+    The least of what the machine and what its control groups have left (their caches of files can be given up).
     """
     try:
         left = _numbers("/proc/meminfo")["MemAvailable"] * 1024
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
     except (OSError, KeyError):
         return None
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no limit says "max", which is no number
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text()) - _numbers(group / "memory.stat").get("inactive_file", 0)
-        left = min(left, limit - used)
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files = ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            files = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        left = min([left, *_left_in_groups(path, *files)])
     return left
+
+
+def _left_in_groups(path: str, root: str, limit_file: str, usage_file: str, cache_name: str) -> Iterator[int]:
+    """What the group at `path` has left, and those around it; a container may see only its own, as the root."""
+    group = Path(root + path)
+    while len(group.parts) >= len(Path(root).parts):
+        with contextlib.suppress(OSError, ValueError):  # no limit says "max", which is no number
+            limit = int((group / limit_file).read_text())
+            yield limit - int((group / usage_file).read_text()) + _numbers(group / "memory.stat").get(cache_name, 0)
+        group = group.parent
 
 
 def _numbers(path: str | Path) -> dict[str, int]:

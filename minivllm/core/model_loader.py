@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,10 @@ def default_num_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""transformers changes settings of the whole process while it builds a model, and puts them back afterwards."""
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """Finds, checks and loads the model that `config` names.
 
@@ -109,7 +114,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     register_with_transformers()
-    with gguf_read_once():
+    with _ONE_AT_A_TIME, gguf_read_once():
         model_config = _load_config(config, location)
         check_config(config.model, model_config)
         limit = context_limit(config.model, model_config)

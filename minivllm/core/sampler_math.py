@@ -30,12 +30,12 @@ class Workspace:
     """Memory for one (rows, vocab) matrix of float32, kept between steps: fresh pages cost more than the arithmetic."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.float32)
 
     def take(self, rows: int, width: int, device: torch.device) -> torch.Tensor:
         """(rows, width) of whatever was there before; valid until the next call."""
         if self._memory.numel() < rows * width or self._memory.device != device:
-            self._memory = torch.empty(rows * width, device=device)
+            self._memory = torch.empty(rows * width, dtype=torch.float32, device=device)
         return self._memory[: rows * width].view(rows, width)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,44 @@ def test_quantization_on_a_device_without_it_is_ignored(folders):
 
     with pytest.raises(ModelLoadError, match="quantization"):
         model_body.choose_body(config, OnCuda(), None, None, 10)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantization, folders):
+    config = settings(folders["llama"], quantization=quantization)
+    expected = run_prompts(config)
+    torch.set_default_dtype(default)
+    try:
+        found = run_prompts(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.tokens == expected.tokens
+
+
+def test_models_loaded_by_two_threads_overwrite_each_others_memory(folders):
+    """In a process of its own: it once ended with `free(): invalid pointer`."""
+    program = f"""
+import threading
+from minivllm import EngineConfig, LLMEngine, SamplingParams
+
+config = EngineConfig(model={str(folders["llama"])!r}, dtype="bfloat16", device="cpu", num_blocks=64)
+found = []
+
+def run():
+    for _ in range(3):
+        engine, tokens = LLMEngine(config), []
+        engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            tokens += [output.new_token_ids for output in engine.step()]
+        found.append(tokens)
+
+threads = [threading.Thread(target=run) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == 6 and all(one == found[0] for one in found), found
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

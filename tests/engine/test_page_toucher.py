@@ -98,19 +98,37 @@ def test_a_pool_as_large_as_the_memory_gets_somebody_killed(monkeypatch: pytest.
     assert "it gets them as it needs them" in caplog.text
 
 
-def test_a_limit_of_the_control_group_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB\n", "memory.max": "2000000\n"}
-    files |= {"memory.current": "1500000\n", "memory.stat": "anon 1\ninactive_file 300000\n"}
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "unlimited"),
+    [
+        ("0::/a/b", "/sys/fs/cgroup/a", ("memory.max", "memory.current", "inactive_file"), "max"),
+        (
+            "4:cpu,memory:/a/b",
+            "/sys/fs/cgroup/memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            str(2**62),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_limit_of_the_control_group_is_not_seen(line, folder, names, unlimited, monkeypatch) -> None:
+    limit, usage, cache = names
+    files = {
+        "/proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB\n",
+        "/proc/self/cgroup": f"1:cpuset:/x\n{line}\n",
+        f"{folder}/{limit}": "2000000\n",
+        f"{folder}/{usage}": "1500000\n",
+        f"{folder}/memory.stat": f"anon 1\n{cache} 300000\n",
+    }
 
     def read(path: Path) -> str:
-        found = files.get(str(path)) or files.get(path.name)
-        if found is None:
-            raise OSError(path)
-        return found
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read)
     assert memory.available_bytes() == 800_000
-    files["memory.max"] = "max\n"
+    files[f"{folder}/{limit}"] = unlimited
     assert memory.available_bytes() == 3_072_000
     del files["/proc/meminfo"]
     assert memory.available_bytes() is None

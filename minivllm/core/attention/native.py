@@ -63,7 +63,7 @@ class NativeBackend(AttentionBackend):
         query, key, value = (_dense_heads(states, query.dtype) for states in (query, key, value))
         key_cache = model_input.kv_cache.key_cache[layer_index]
         value_cache = model_input.kv_cache.value_cache[layer_index]
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         call = AttentionCall(
             step,
             query.data_ptr(),

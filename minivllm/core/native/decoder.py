@@ -12,7 +12,7 @@ from minivllm.core.attention.base import AttentionLayer
 from minivllm.core.kv_cache import KVCachePool
 from minivllm.core.model_input import ModelInput
 from minivllm.core.native import bindings, library, why_not
-from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, format_of_16_bits, pack
+from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, cpu_floats, format_of_16_bits, pack
 from minivllm.core.native.steps import describe_step
 from minivllm.core.native.workspace import Workspace
 
@@ -94,7 +94,7 @@ class NativeDecoder:
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size) float32; K and V of the tokens are in the pool afterwards."""
         step, _kept = describe_step(model_input)
-        output = torch.empty(model_input.input_ids.shape[0], self.hidden_size)
+        output = cpu_floats(model_input.input_ids.shape[0], self.hidden_size)
         self._library.minivllm_decode(
             self._workspace.handle(),
             ctypes.byref(self._decoder),
@@ -194,7 +194,7 @@ def interleave(rows: torch.Tensor) -> torch.Tensor:
 
 def rotation_tables(rotary: nn.Module, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (num_positions, rotary_size / 2) float32, by the model's own rule."""
-    positions = torch.arange(num_positions).unsqueeze(0)
-    cosines, sines = rotary(torch.zeros(1, dtype=torch.float32), positions)
+    positions = torch.arange(num_positions, device="cpu").unsqueeze(0)
+    cosines, sines = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
     half = cosines.shape[-1] // 2
     return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()

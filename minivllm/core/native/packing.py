@@ -51,16 +51,22 @@ class Arena:
 
     def __init__(self, piece_bytes: int = 32 * 1024**2) -> None:
         self._piece_bytes = piece_bytes
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """`num_bytes` not yet written bytes, aligned to a line of the cache."""
         num_bytes = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
         if num_bytes > self._free.numel():
-            self._free = torch.empty(max(num_bytes, self._piece_bytes), dtype=torch.uint8)
+            self._free = torch.empty(max(num_bytes, self._piece_bytes), dtype=torch.uint8, device="cpu")
             prefer_huge_pages(self._free)
         taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return taken
+
+
+def cpu_floats(*shape: int) -> torch.Tensor:
+    """Memory for C++ to write to. Type and device must be said: the defaults belong to the process, and a caller of
+    ours may have set others, or transformers while it loads a model in another thread."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def pack(
@@ -75,9 +81,9 @@ def pack(
     panels = -(-num_outputs // PANEL)
     panel_bytes = library.minivllm_panel_bytes(number_format, depth)
     data = (arena or Arena(0)).take(panels * panel_bytes)
-    scale = torch.zeros(panels * PANEL)
+    scale = cpu_floats(panels * PANEL).zero_()
     stretches = library.minivllm_stretches(number_format, depth)
-    offset = torch.zeros(panels * PANEL * stretches, dtype=torch.int32)
+    offset = torch.zeros(panels * PANEL * stretches, dtype=torch.int32, device="cpu")
     norm = 0.0
     for first in range(0, num_outputs, _ROWS_AT_ONCE):
         rows = weight[first : first + _ROWS_AT_ONCE].float().contiguous()
@@ -89,7 +95,7 @@ def pack(
         norm = max(norm, found)
     padded_bias = None
     if bias is not None:
-        padded_bias = torch.zeros(panels * PANEL)
+        padded_bias = cpu_floats(panels * PANEL).zero_()
         padded_bias[:num_outputs] = bias
     description = Linear(
         data.data_ptr(),
@@ -108,7 +114,7 @@ def pack(
 def apply(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, states: torch.Tensor) -> torch.Tensor:
     """(R, K) to (R, N) in float32."""
     states = states.float().contiguous()
-    output = torch.empty(states.shape[0], linear.num_outputs)
+    output = cpu_floats(states.shape[0], linear.num_outputs)
     library.minivllm_linear(
         workspace.handle(),
         ctypes.byref(linear.description),
@@ -136,7 +142,7 @@ def check_tiles(library: ctypes.CDLL) -> None:
     if not library.minivllm_has_tiles():
         return
     generator = torch.Generator().manual_seed(0)
-    weight, states = torch.randn(70, 192, generator=generator), torch.randn(150, 192, generator=generator)
+    weight, states = (cpu_floats(rows, 192).normal_(generator=generator) for rows in (70, 150))
     wanted = states @ weight.T
     for number_format, most in ((NumberFormat.BFLOAT16, 1e-2), (NumberFormat.INT8, 5e-2)):
         found = apply(library, Workspace(library), pack(library, weight, None, number_format), states)
