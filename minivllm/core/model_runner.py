@@ -79,11 +79,12 @@ class ModelRunner:
         # Body and sampler stand before: to count the blocks, a GPU runs a step.
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         self.num_blocks = self.kv_cache.num_blocks
-        self.page_toucher = PageToucher.start(self.kv_cache)
         self._block_table_rows = BlockTableRows(config.block_size, self.kv_cache.padding_block_id)
         check_unproven(self)
         longest = min(self.max_model_len, self.kv_cache.num_tokens)
         self.body = choose_body(config, self.model, self.attention, self.kv_cache, longest)
+        # Last: nothing can fail any more and leave it behind.
+        self.page_toucher = PageToucher.start(self.kv_cache)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
