@@ -30,13 +30,18 @@ def mistakes(path: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         yield f"it cannot be read: {error}"
         return
-    applications = config.get("applications") if isinstance(config, dict) else None
-    for application in applications if isinstance(applications, list) else ():
-        if isinstance(application, dict) and application.get("import_path") == BUILDER:
+    for application in _dicts_in(config, "applications"):
+        if application.get("import_path") == BUILDER:
             yield from _of_model(AppArgs, application.get("args") or {}, "args")
-            for deployment in application.get("deployments") or ():
+            for deployment in _dicts_in(application, "deployments"):
                 if deployment.get("name") == "Engine":
                     yield from _of_model(LiveSettings, deployment.get("user_config") or {}, "user_config")
+
+
+def _dicts_in(parent: Any, name: str) -> list[dict[str, Any]]:
+    """The dicts of a list in a dict, as far as all of them are what they should be."""
+    found = parent.get(name) if isinstance(parent, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _of_model(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:

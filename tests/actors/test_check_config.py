@@ -51,6 +51,16 @@ def test_other_applications_are_judged(tmp_path: Path) -> None:
     assert list(mistakes(path)) == []
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"]
+)
+def test_another_shape_ends_in_a_traceback(text: str, tmp_path: Path) -> None:
+    """Serve has its own words for it."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    assert list(mistakes(path)) == []
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minivllm.actors.check_config", str(tmp_path / "no.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -47,6 +47,7 @@ private:
                     if (is_stopping) return;
                     touch(place);
                 }
+                touch(last - 1);  // memory need not begin where a page does: its end may lie in one more
             }
         done = true;
     }

@@ -33,10 +33,10 @@ class PageToucher:
 
     @classmethod
     def start(cls, pool: KVCachePool) -> Self | None:
-        """None on a GPU, where the C++ library is lacking, and for a pool that would take nearly all the memory that is
-        left: pages then come as they are first written."""
+        """None on a GPU, without the C++ library, and for a pool that would take nearly all the memory that is left, or
+        where the system does not tell how much that is: pages then come as they are first written."""
         found = library() if pool.device.type == "cpu" else None
-        left = available_bytes()
+        left = None if found is None else available_bytes()
         if found is None or left is None:
             return None
         if pool.num_bytes > MOST_OF_MEMORY * left:
