@@ -16,7 +16,11 @@ def replica_pid(app: str, deployment: str) -> int:
 
 
 def replica_pids(app: str, deployment: str) -> list[int]:
-    title = f"ray::ServeReplica:{app}:{deployment}"
+    return actor_pids(f"ray::ServeReplica:{app}:{deployment}")
+
+
+def actor_pids(title: str) -> list[int]:
+    """The processes that Ray gave this title. What an actor is doing at the moment may stand behind it."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():

@@ -24,6 +24,7 @@ from minivllm.actors.openai.completions import Completion
 from minivllm.actors.openai.http_app import make_http_app
 from minivllm.actors.openai.service import GenerationService
 from minivllm.actors.openai.tokenize import detokenize, tokenize
+from minivllm.actors.priorities import carry_messages
 from minivllm.core.errors import InvalidRequestError
 from minivllm.core.tokenizer import Tokenizer, load_tokenizer
 
@@ -52,6 +53,7 @@ class Ingress:
         self, args: AppArgs, engine: DeploymentHandle[Any], metrics: DeploymentHandle[Any]
     ) -> None:
         show_logs()
+        carry_messages()
         tokenizer = await _in_background(load_tokenizer, args)
         spare_what_is_loaded()
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)

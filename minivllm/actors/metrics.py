@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from minivllm.actors.messages import EngineSnapshot
+from minivllm.actors.priorities import carry_messages
 from minivllm.actors.prometheus import render_prometheus
 
 
@@ -85,6 +86,7 @@ class Metrics:
     """
 
     def __init__(self, history_size: int) -> None:
+        carry_messages()
         self._store = MetricsStore(history_size)
 
     async def record(self, snapshot: EngineSnapshot) -> None:
