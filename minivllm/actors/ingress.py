@@ -26,7 +26,7 @@ from minivllm.actors.openai.service import GenerationService
 from minivllm.actors.openai.tokenize import detokenize, tokenize
 from minivllm.actors.priorities import carry_messages
 from minivllm.core.errors import InvalidRequestError
-from minivllm.core.tokenizer import Tokenizer, load_tokenizer
+from minivllm.core.tokenizer import Tokenizer, load_tokenizer, spare_torch
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -54,7 +54,7 @@ class Ingress:
     ) -> None:
         show_logs()
         carry_messages()
-        tokenizer = await _in_background(load_tokenizer, args)
+        tokenizer = await _in_background(_load_tokenizer, args)
         spare_what_is_loaded()
         client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
@@ -146,6 +146,11 @@ class Ingress:
         """Block counts and rejections over time, from the Metrics deployment, oldest first."""
         points: list[HistoryPoint] = await self._metrics.history.remote(last)
         return points
+
+
+def _load_tokenizer(args: AppArgs) -> Tokenizer:
+    spare_torch(args)
+    return load_tokenizer(args)
 
 
 async def _in_background(function: Callable[[AppArgs], Tokenizer], args: AppArgs) -> Tokenizer:

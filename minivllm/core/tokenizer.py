@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +301,31 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     return Tokenizer(_from_pretrained(location, config))
 
 
+def spare_torch(config: EngineConfig) -> None:
+    """For a process that only needs the tokenizer: lets transformers, from its first import on, do without torch.
+
+    It would import torch beside any tokenizer, which takes a second and 180 MB. Where torch is needed, to read a GGUF
+    file or for a model's own code, or where either is imported already, nothing happens.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules or _needs_torch(config):
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise us to install torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that there is no such module
+    try:
+        # It looks once and remembers; whoever imports torch later gets it.
+        importlib.import_module("transformers")
+    finally:
+        del sys.modules["torch"]
+
+
+def _needs_torch(config: EngineConfig) -> bool:
+    gguf_path = resolve_tokenizer(config).gguf_path
+    if gguf_path is None:
+        return config.trust_remote_code
+    kept = _kept_folder(gguf_path)
+    return kept is None or not kept.is_dir()
+
+
 def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
     from transformers import AutoTokenizer
 
@@ -314,8 +342,6 @@ def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
 
 def _kept_folder(gguf_path: Path) -> Path | None:
     """Where this file's tokenizer is kept, None without a home. A new file or transformers makes a new name."""
-    import transformers
-
     try:
         status = gguf_path.stat()
         with gguf_path.open("rb") as file:
@@ -324,7 +350,7 @@ def _kept_folder(gguf_path: Path) -> Path | None:
         root = Path(chosen) if chosen else Path.home() / ".cache"
     except (OSError, RuntimeError):
         return None
-    facts = json.dumps([1, gguf_path.name, status.st_size, status.st_mtime_ns, transformers.__version__])
+    facts = json.dumps([1, gguf_path.name, status.st_size, status.st_mtime_ns, version("transformers")])
     digest = hashlib.sha256(facts.encode() + head).hexdigest()[:32]
     return root / "minivllm" / "tokenizers" / digest
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -277,3 +279,26 @@ def test_two_that_keep_at_once_leave_one_whole_copy(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["x"]
     assert Tokenizer(AutoTokenizer.from_pretrained(folder)).encode("Hello") == Tokenizer(saved).encode("Hello")
     shutil.rmtree(folder)
+
+
+def test_a_process_that_only_needs_the_tokenizer_does_without_torch() -> None:
+    """In a process of its own: it is about what is imported."""
+    program = """
+import sys
+from minivllm.core.config import EngineConfig
+from minivllm.core.tokenizer import load_tokenizer, spare_torch
+
+spare_torch(EngineConfig())
+tokenizer = load_tokenizer(EngineConfig())
+assert "torch" not in sys.modules
+print(tokenizer.encode("Hello world"), tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]))
+import torch
+spare_torch(EngineConfig())
+assert sys.modules["torch"] is torch
+"""
+    with_torch = load_tokenizer(EngineConfig())  # keeps what is read out of the GGUF file
+    answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    messages = [{"role": "user", "content": "Hi"}]
+    texts = (with_torch.encode("Hello world"), with_torch.apply_chat_template(messages))
+    assert answer.stdout.strip() == " ".join(map(str, texts))
+    assert not answer.stderr

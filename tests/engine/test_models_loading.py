@@ -226,8 +226,58 @@ def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:
             gguf.GGUFReader,
             gguf.get_tensor_name_map,
             gguf_loading._gguf_parse_value,
+            gguf.quants._apply_over_grouped_rows,
         )
 
     before = patched()
     load_model(config_for(llama))
     assert patched() == before
+
+
+def test_metadata_are_read_as_gguf_itself_reads_them() -> None:
+    import gguf
+
+    from minivllm.core.gguf_loading import _QuickReader
+    from minivllm.core.model_location import resolve_model
+
+    path = resolve_model(EngineConfig()).gguf_path
+    assert path is not None
+    quick, plain = _QuickReader(path), gguf.GGUFReader(path)
+    assert list(quick.fields) == list(plain.fields)
+    for name, field in plain.fields.items():
+        assert quick.fields[name].types == field.types
+        assert quick.fields[name].contents() == field.contents()
+    assert [(each.name, each.data_offset) for each in quick.tensors] == [
+        (each.name, each.data_offset) for each in plain.tensors
+    ]
+
+
+def test_weights_are_what_gguf_itself_makes_of_them() -> None:
+    import gguf
+    import numpy as np
+
+    from minivllm.core.gguf_loading import gguf_read_once
+    from minivllm.core.model_location import resolve_model
+
+    tensors = gguf.GGUFReader(resolve_model(EngineConfig()).gguf_path).tensors
+    chosen = {(tensor.tensor_type, tuple(tensor.shape)): tensor for tensor in tensors}.values()
+    assert len({tensor.tensor_type for tensor in chosen}) > 1
+    for tensor in chosen:
+        with gguf_read_once():
+            quick = gguf.dequantize(tensor.data, tensor.tensor_type)
+        plain = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert (quick.shape, quick.dtype) == (plain.shape, plain.dtype)
+        assert np.array_equal(quick, plain)
+
+
+def test_a_file_that_ends_within_its_metadata_is_named(tmp_path: Path) -> None:
+    from minivllm.core.model_location import resolve_model
+
+    whole = resolve_model(EngineConfig()).gguf_path
+    assert whole is not None
+    start = whole.read_bytes()[:2_000_000]
+    for size in (30, 400, 5_000, 500_000, 900_000, 1_500_000):
+        broken = tmp_path / f"broken-{size}.gguf"
+        broken.write_bytes(start[:size])
+        with pytest.raises(ModelLoadError, match=broken.name):
+            load_model(EngineConfig(model=str(broken)))

@@ -126,7 +126,16 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.minivllm_are_touched.restype = c_int32
     library.minivllm_stop_touching.argtypes = (c_void_p,)
     library.minivllm_stop_touching.restype = None
-    library.minivllm_pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
+    library.minivllm_pack.argtypes = (
+        c_int32,
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int32,
+    )
     library.minivllm_pack.restype = c_float
     library.minivllm_panel_bytes.argtypes = (c_int32, c_int64)
     library.minivllm_panel_bytes.restype = c_int64

@@ -121,10 +121,10 @@ extern "C" void minivllm_stop_touching(void* toucher) { delete (PageToucher*)tou
 // same for each of `minivllm_stretches`, zero.
 // Returns the largest norm of a row in quantized units.
 extern "C" float minivllm_pack(int32_t format, const float* weights, int64_t rows, int64_t depth, char* data,
-                               float* scale, int32_t* offset) {
+                               float* scale, int32_t* offset, int32_t num_threads) {
     const int64_t panels = (rows + PANEL - 1) / PANEL, stretches = stretches_of((Format)format, depth);
     float norm = 0;
-#pragma omp parallel for reduction(max : norm)
+#pragma omp parallel for num_threads(num_threads) reduction(max : norm)
     for (int64_t panel = 0; panel < panels; ++panel) {
         float own = 0;
         pack_panel((Format)format, weights + panel * PANEL * depth, std::min<int64_t>(PANEL, rows - panel * PANEL),

@@ -90,7 +90,12 @@ def pack(
         panel = first // PANEL
         pointers = (data[panel * panel_bytes :], scale[first:], offset[first * stretches :])
         found = library.minivllm_pack(
-            number_format, rows.data_ptr(), rows.shape[0], depth, *(tensor.data_ptr() for tensor in pointers)
+            number_format,
+            rows.data_ptr(),
+            rows.shape[0],
+            depth,
+            *(tensor.data_ptr() for tensor in pointers),
+            torch.get_num_threads(),
         )
         norm = max(norm, found)
     padded_bias = None
