@@ -10,6 +10,7 @@ import functools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import gguf
@@ -71,11 +72,11 @@ def gguf_read_once() -> Iterator[None]:
         (gguf, "GGUFReader", functools.cache(_QuickReader)),
         (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ]
-    # Not of their public interface: where they are called otherwise some day, loading only takes longer.
+    # Not of their public interface: should they be gone or different some day, loading only takes longer.
     parse = getattr(transformers_gguf, "_gguf_parse_value", None)
     if parse is not None:
         replaced.append((transformers_gguf, "_gguf_parse_value", _with_quick_texts(parse)))
-    if hasattr(gguf.quants, "_apply_over_grouped_rows"):
+    if _takes_the_same(getattr(gguf.quants, "_apply_over_grouped_rows", None), _by_large_groups):
         replaced.append((gguf.quants, "_apply_over_grouped_rows", _by_large_groups))
     originals = [getattr(module, name) for module, name, _ in replaced]
     for module, name, replacement in replaced:
@@ -97,16 +98,17 @@ def _with_quick_texts(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 
 
 def _by_large_groups(
-    function: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
-    array: npt.NDArray[Any],
-    dtype: Any,
-    shape: tuple[int, ...],
+    func: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], arr: npt.NDArray[Any], otype: Any, oshape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """`function` of all rows, many at a time. gguf's own takes 16: it is busier with Python than with numbers."""
-    rows = array.reshape(-1, array.shape[-1])
-    out = np.empty(shape, dtype=dtype)
+    """`func` of all rows, many at a time. gguf's own takes 16: it is busier with Python than with numbers."""
+    rows = arr.reshape(-1, arr.shape[-1])
+    out = np.empty(oshape, dtype=otype)
     flat = out.reshape(len(rows), -1)
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         group = rows[first : first + _ROWS_AT_ONCE]
-        flat[first : first + _ROWS_AT_ONCE] = function(group).reshape(len(group), -1)
+        flat[first : first + _ROWS_AT_ONCE] = func(group).reshape(len(group), -1)
     return out
+
+
+def _takes_the_same(function: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
+    return function is not None and [*signature(function).parameters] == [*signature(other).parameters]
