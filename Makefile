@@ -17,6 +17,9 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 serve: export RAY_ADDRESS ?= local
 # Ray's workers stand back behind everything else on the machine; a server of models should not.
 serve: export RAY_worker_niceness ?= 0
+# Ray's processes wake up hundreds of times a second; under this policy they do not interrupt the engine's threads, which
+# take themselves out of it (actors/priorities.py). Empty where the system has or allows no such thing.
+CARRY_MESSAGES := $(shell chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
 
 SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c
@@ -31,7 +34,7 @@ install: $(VENV)/serve.stamp ## The virtual environment in .venv with all that s
 
 serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another: CONFIG=...); Ctrl-C stops it
 	@$(BIN)/python -m minivllm.actors.check_config $(CONFIG)
-	@exec $(BIN)/serve run $(CONFIG)
+	@exec $(CARRY_MESSAGES) $(BIN)/serve run $(CONFIG)
 
 test: $(VENV)/develop.stamp ## All tests (some of them: PYTEST_ARGS="tests/core -k watermark")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)

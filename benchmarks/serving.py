@@ -219,6 +219,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def carrying_messages() -> list[str]:
+    """What `make serve` puts in front of the command, where the system allows it."""
+    prefix = ["chrt", "--batch", "0"]
+    with contextlib.suppress(OSError):
+        if subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode == 0:
+            return prefix
+    return []
+
+
 @contextlib.contextmanager
 def our_server(quantization: str | None) -> Iterator[str]:
     """`serve run` on the shipped configuration, with a port of its own. Yields its base URL."""
@@ -235,7 +244,7 @@ def our_server(quantization: str | None) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "serve.yaml")
         path.write_text(yaml.safe_dump(config))
-        command = [str(Path(sys.executable).parent / "serve"), "run", str(path)]
+        command = [*carrying_messages(), str(Path(sys.executable).parent / "serve"), "run", str(path)]
         environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
         # Ray's workers stand back behind everything else on the machine; a peer's server does not.
         environment["RAY_worker_niceness"] = "0"

@@ -25,6 +25,7 @@ from minivllm.actors.collector import Collector
 from minivllm.actors.latencies import Latencies
 from minivllm.actors.messages import EngineSnapshot, GenerateRequest
 from minivllm.actors.output_router import OutputRouter
+from minivllm.actors.priorities import compute
 from minivllm.core.errors import EngineDeadError
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.stats import EngineStats
@@ -228,6 +229,7 @@ class EngineLoop:
     # ---- step thread ----
 
     def _run(self) -> None:
+        compute()
         try:
             engine = self._build_engine()
             self._precompile = getattr(engine.model_runner, "precompile", None)

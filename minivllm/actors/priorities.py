@@ -28,6 +28,14 @@ def carry_messages() -> None:
         pass
 
 
+def compute() -> None:
+    """The calling thread, and those that it starts from now on, may interrupt others. `make serve` starts all of Ray
+    under SCHED_BATCH, and its processes inherit that."""
+    policy = getattr(os, "SCHED_OTHER", None)
+    if policy is not None:
+        _change(0, policy)
+
+
 def proxy_carries_messages() -> list[Middleware]:
     """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names: Serve's HTTP proxy calls it and expects middlewares."""
     carry_messages()

@@ -48,8 +48,58 @@ carry_messages()
 after = started()
 print([os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in (0, before, after)])
 """
+    assert printed_by(program) == "[True, True, True]"
+
+
+def test_the_thread_that_computes_and_its_own_are_as_usual_again() -> None:
+    program = """
+import os, threading
+from minivllm.actors.priorities import carry_messages, compute
+
+found = []
+def inner():
+    found.append(os.sched_getscheduler(0))
+def outer():
+    compute()
+    found.append(os.sched_getscheduler(0))
+    thread = threading.Thread(target=inner)
+    thread.start()
+    thread.join()
+
+carry_messages()
+thread = threading.Thread(target=outer)
+thread.start()
+thread.join()
+found.append(os.sched_getscheduler(0))
+print(found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH])
+"""
+    assert printed_by(program) == "True"
+
+
+def test_the_engine_computes_where_all_of_ray_carries_messages() -> None:
+    """As `make serve` starts it: what a process inherits, the engine's thread takes back."""
+    program = """
+import asyncio, os
+from minivllm.actors.engine_loop import EngineLoop
+from minivllm.actors.priorities import carry_messages
+from tests.actors.fakes import PacedRunner, paced_engine
+
+async def main():
+    loop = EngineLoop(lambda: paced_engine(PacedRunner()))
+    await loop.start()
+    computing = await loop.call(lambda engine: os.sched_getscheduler(0))
+    print(computing == os.SCHED_OTHER, os.sched_getscheduler(0) == os.SCHED_BATCH)
+    loop.stop()
+
+carry_messages()
+asyncio.run(main())
+"""
+    assert printed_by(program) == "True True"
+
+
+def printed_by(program: str) -> str:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert answer.stdout.strip() == "[True, True, True]"
+    return answer.stdout.strip()
 
 
 def test_a_system_that_forbids_it_is_left_as_it_is() -> None:
