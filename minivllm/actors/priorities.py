@@ -20,20 +20,17 @@ _THREADS = Path("/proc/self/task")
 
 def carry_messages() -> None:
     """From now on the threads of this process, and those that they start, wake up without interrupting others."""
-    policy = getattr(os, "SCHED_BATCH", None)
-    if policy is None or not _THREADS.is_dir():
+    if not _THREADS.is_dir():
         return  # Linux only
     # Again until all are found as they should be: one that had not been reached yet may have started another.
-    while any(_change(int(thread.name), policy) for thread in _THREADS.iterdir()):
+    while any(_change(int(thread.name), "SCHED_OTHER", "SCHED_BATCH") for thread in _THREADS.iterdir()):
         pass
 
 
 def compute() -> None:
     """The calling thread, and those that it starts from now on, may interrupt others. `make serve` starts all of Ray
     under SCHED_BATCH, and its processes inherit that."""
-    policy = getattr(os, "SCHED_OTHER", None)
-    if policy is not None:
-        _change(0, policy)
+    _change(0, "SCHED_BATCH", "SCHED_OTHER")
 
 
 def proxy_carries_messages() -> list[Middleware]:
@@ -42,11 +39,15 @@ def proxy_carries_messages() -> list[Middleware]:
     return []
 
 
-def _change(thread_id: int, policy: int) -> bool:
+def _change(thread_id: int, from_policy: str, to_policy: str) -> bool:
+    """Whether it was changed. Other policies than these two are the choice of whoever started us."""
+    before, after = getattr(os, from_policy, None), getattr(os, to_policy, None)
+    if before is None or after is None:
+        return False  # Linux only
     try:
-        if os.sched_getscheduler(thread_id) == policy:
+        if os.sched_getscheduler(thread_id) != before:
             return False
-        os.sched_setscheduler(thread_id, policy, os.sched_param(0))
+        os.sched_setscheduler(thread_id, after, os.sched_param(0))
     except OSError:
         return False  # a container may forbid it, and a thread may have ended meanwhile
     return True

@@ -44,8 +44,6 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
             dtype = self.gguf_scalar_to_np.get(item_type)
             if count and (dtype is not None or item_type == gguf.GGUFValueType.STRING):
                 values, end = self._texts(first, count) if dtype is None else self._numbers(first, count, dtype)
-                if end > len(self._data):
-                    raise ValueError("the file ends within its metadata")
                 types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item_type)]
                 return end - orig_offs, values, list(range(count)), types
         return super()._get_field_parts(orig_offs, raw_type)
@@ -57,12 +55,18 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
             (length,) = _LENGTH.unpack_from(memory, offset)
             offset += _LENGTH.size + length
             texts.append(data[offset - length : offset])
+        self._check_reaches(offset)
         return texts, offset
 
     def _numbers(self, offset: int, count: int, dtype: Any) -> tuple[list[npt.NDArray[Any]], int]:
         end = offset + count * np.dtype(dtype).itemsize
+        self._check_reaches(end)
         numbers = self._data[offset:end].view(dtype)
-        return [numbers[place : place + 1] for place in range(len(numbers))], end
+        return [numbers[place : place + 1] for place in range(count)], end
+
+    def _check_reaches(self, offset: int) -> None:
+        if offset > len(self._data):
+            raise ValueError("the file ends within its metadata")
 
 
 @contextmanager

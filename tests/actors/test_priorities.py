@@ -97,6 +97,19 @@ asyncio.run(main())
     assert printed_by(program) == "True True"
 
 
+def test_another_choice_of_policy_is_respected() -> None:
+    program = """
+import os
+from minivllm.actors.priorities import carry_messages, compute
+
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+carry_messages()
+compute()
+print(os.sched_getscheduler(0) == os.SCHED_IDLE)
+"""
+    assert printed_by(program) == "True"
+
+
 def printed_by(program: str) -> str:
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return answer.stdout.strip()
