@@ -323,7 +323,19 @@ def _needs_torch(config: EngineConfig) -> bool:
     if gguf_path is None:
         return config.trust_remote_code
     kept = _kept_folder(gguf_path)
-    return kept is None or not kept.is_dir()
+    return kept is None or not _is_readable(kept)
+
+
+def _is_readable(kept: Path) -> bool:
+    """Looked into and not only for: of a broken copy the GGUF file is read again, and for that torch must be there."""
+    import tokenizers
+
+    try:
+        json.loads((kept / "tokenizer_config.json").read_text())
+        tokenizers.Tokenizer.from_file(str(kept / "tokenizer.json"))
+    except Exception:  # the library raises nothing narrower
+        return False
+    return True
 
 
 def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:

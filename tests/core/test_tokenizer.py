@@ -302,3 +302,13 @@ assert sys.modules["torch"] is torch
     texts = (with_torch.encode("Hello world"), with_torch.apply_chat_template(messages))
     assert answer.stdout.strip() == " ".join(map(str, texts))
     assert not answer.stderr
+
+
+def test_torch_is_spared_only_where_the_kept_copy_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tokenizer_module._needs_torch(EngineConfig())
+    load_tokenizer(EngineConfig())
+    assert not tokenizer_module._needs_torch(EngineConfig())
+    [kept] = (tmp_path / "minivllm" / "tokenizers").iterdir()
+    (kept / "tokenizer.json").write_text("half a fi")
+    assert tokenizer_module._needs_torch(EngineConfig())
