@@ -235,8 +235,9 @@ def our_server(quantization: str | None) -> Iterator[str]:
 
     port = free_port()
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port
+    config["http_options"]["port"] = free_port()
     for application in config["applications"]:
+        application["args"]["http_port"] = port
         application["args"]["enable_prefix_caching"] = False
         if quantization:
             application["args"]["quantization"] = quantization

@@ -72,7 +72,9 @@ def test_a_configuration_does_not_lose_a_misspelt_key_silently() -> None:
 
 
 def test_the_default_configuration_is_not_open_to_the_network() -> None:
-    assert SERVE_CONFIGS["serve_config.yaml"]["http_options"]["host"] == "127.0.0.1"
+    config = SERVE_CONFIGS["serve_config.yaml"]
+    assert config["http_options"]["host"] == "127.0.0.1"
+    assert AppArgs(**config["applications"][0]["args"]).http_host == "127.0.0.1"
 
 
 def test_kuberay_runs_the_ray_that_is_pinned() -> None:

@@ -30,9 +30,14 @@ def mistakes(path: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         yield f"it cannot be read: {error}"
         return
+    options = config.get("http_options") if isinstance(config, dict) else None
+    proxy_port = options.get("port", 8000) if isinstance(options, dict) else 8000
     for application in _dicts_in(config, "applications"):
         if application.get("import_path") == BUILDER:
-            yield from _of_model(AppArgs, application.get("args") or {}, "args")
+            args = application.get("args") or {}
+            yield from _of_model(AppArgs, args, "args")
+            if isinstance(args, dict) and args.get("http_port") == proxy_port:
+                yield f"args.http_port: {proxy_port} is the port of Serve's proxy (http_options); one needs another"
             for deployment in _dicts_in(application, "deployments"):
                 if deployment.get("name") == "Engine":
                     yield from _of_model(LiveSettings, deployment.get("user_config") or {}, "user_config")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
@@ -42,6 +42,10 @@ class AppArgs(EngineConfig):
     max_request_bytes: int = Field(8 * 1024**2, ge=1024, description="larger request bodies get 413")
     api_keys: tuple[ApiKey, ...] = Field((), description="when given, requests must carry one of them as bearer token")
     cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may call us; none by default")
+    http_port: int | None = Field(
+        None, ge=1, le=65535, description="the ingress listens here itself, beside Serve's proxy; null: it does not"
+    )
+    http_host: str = Field("127.0.0.1", min_length=1, description="address of `http_port`; 0.0.0.0: all machines")
 
     # The engine's process
     consumer_timeout_s: float = Field(60.0, gt=0, description="a request whose output nobody takes so long is aborted")
@@ -64,6 +68,12 @@ class AppArgs(EngineConfig):
                     hint = f"; did you mean {close[0]!r}?" if close else ""
                     raise ValueError(f"unknown argument {str(name)[:100]!r}{hint}")
         return values
+
+    @model_validator(mode="after")
+    def _one_process_has_a_port(self) -> Self:
+        if self.http_port is not None and self.num_ingress_replicas > 1:
+            raise ValueError("http_port: only one ingress can have it; leave it out, or num_ingress_replicas at 1")
+        return self
 
     @field_validator("device")
     @classmethod

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from minivllm.actors.config import AppArgs
 from minivllm.actors.engine_client import EngineClient
 from minivllm.actors.garbage import spare_what_is_loaded
+from minivllm.actors.http_server import HttpServer
 from minivllm.actors.logs import show_logs
 from minivllm.actors.messages import EngineInfo, EngineSnapshot
 from minivllm.actors.openai.chat import Chat
@@ -56,11 +57,19 @@ class Ingress:
         carry_messages()
         tokenizer = await _in_background(_load_tokenizer, args)
         spare_what_is_loaded()
-        client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
+        self._client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
         self._metrics = metrics.options(_by_reference=False)
-        self._service = GenerationService(client, tokenizer, args, self._last_known)
+        self._service = GenerationService(self._client, tokenizer, args, self._last_known)
         # In the background: /health answers while the engine is still loading.
         self._service.start()
+        self._server = None
+        if args.http_port is not None:
+            self._server = HttpServer(make_http_app(self._service), args.http_host, args.http_port)
+            await self._server.open()
+
+    async def __del__(self) -> None:  # Serve awaits it
+        if (server := getattr(self, "_server", None)) is not None:
+            await server.close(self._client.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_http_app(self._service, echo_request_id=False)

@@ -29,6 +29,8 @@ def test_what_we_ship_is_refused(path: str) -> None:
             "    deployments: [{name: Engine, user_config: {consumer_timeout_sec: 3}}]",
             "user_config.consumer_timeout_sec: Extra inputs are not permitted",
         ),
+        ("    args: {http_port: 8000}", "args.http_port: 8000 is the port of Serve's proxy"),
+        ("    args: {http_port: 7000, num_ingress_replicas: 2}", "args: http_port: only one ingress can have it"),
         ("    args: [", "it cannot be read"),
     ],
 )

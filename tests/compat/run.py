@@ -33,7 +33,8 @@ def free_port() -> int:
 def write_config(folder: str, port: int) -> Path:
     """The shipped configuration on another port, and with a short context: random requests may ask for all of it."""
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port
+    config["http_options"]["port"] = free_port()
+    config["applications"][0]["args"]["http_port"] = port
     config["applications"][0]["args"]["max_model_len"] = 256
     path = Path(folder) / "serve_config.yaml"
     path.write_text(yaml.safe_dump(config))

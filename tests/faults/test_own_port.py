@@ -1,0 +1,87 @@
+"""The ingress's own port (`http_port`): answers as through Serve's proxy, and what becomes of it in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+from ray import serve
+
+from minivllm.actors.app import bind_app
+from minivllm.actors.config import AppArgs
+from tests.conftest import RayCluster, free_port
+from tests.faults.faulty_engine import build_engine
+from tests.processes import kill, replica_pid, wait_until
+
+APP = "own-port"
+
+
+@dataclass(frozen=True)
+class Ports:
+    own: str
+    proxy: str
+
+
+@pytest.fixture
+def ports(ray_cluster: RayCluster) -> Iterator[Ports]:
+    port = free_port()
+    args = AppArgs(served_model_name="broken", validate_blocks=True, max_num_seqs=64, http_port=port)
+    serve.run(bind_app(args, build_engine), name=APP, route_prefix=f"/{APP}")
+    yield Ports(f"http://127.0.0.1:{port}", f"{ray_cluster.base_url}/{APP}")
+    serve.delete(APP)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def ask(url: str) -> tuple[str, str]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        fields = {"model": "broken", "prompt": "Hello", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+        whole = client.completions.create(**fields)  # type: ignore[call-overload]
+        stream = client.completions.create(stream=True, **fields)  # type: ignore[call-overload]
+        return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
+
+
+def test_both_ports_give_the_same_answers_and_the_own_one_survives_its_process(ports: Ports) -> None:
+    wait_until(lambda: is_up(ports.own), "the engine is ready")
+    whole, streamed = ask(ports.proxy)
+    assert whole == streamed != ""
+    assert ask(ports.own) == (whole, streamed)
+    reply = httpx.get(f"{ports.own}/v1/models", headers={"X-Request-Id": "mine"}, timeout=60)
+    assert reply.headers.get_list("x-request-id") == ["mine"]
+
+    kill(replica_pid(APP, "Ingress"))
+    wait_until(lambda: not is_up(ports.own), "the process is gone", 10)
+    wait_until(lambda: is_up(ports.own), "another one has the port")
+    assert ask(ports.own) == (whole, streamed)
+
+
+def test_streams_that_still_run_when_the_application_ends_are_told(ports: Ports) -> None:
+    wait_until(lambda: is_up(ports.own), "the engine is ready")
+
+    async def delete_meanwhile() -> str:
+        body = {"model": "broken", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{ports.own}/v1/completions", json=body) as response,
+        ):
+            text = ""
+            deleting = None
+            async for part in response.aiter_text():
+                text += part
+                deleting = deleting or asyncio.create_task(asyncio.to_thread(serve.delete, APP))
+            assert deleting is not None
+            await deleting
+            return text
+
+    text = asyncio.run(delete_meanwhile())
+    assert '"engine_unavailable"' in text
+    assert text.rstrip().endswith("data: [DONE]")
