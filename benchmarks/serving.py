@@ -182,7 +182,7 @@ async def load(
 
 @contextlib.contextmanager
 def standing_back() -> Iterator[None]:
-    """Meanwhile this thread, the client, interrupts nobody when a piece arrives: a client elsewhere would not either."""
+    """Meanwhile this thread, the client, interrupts nobody when a piece arrives: one on another machine would not."""
     policy = getattr(os, "SCHED_BATCH", None)
     if policy is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
