@@ -18,8 +18,9 @@ serve: export RAY_ADDRESS ?= local
 # Ray's workers stand back behind everything else on the machine; a server of models should not.
 serve: export RAY_worker_niceness ?= 0
 # Ray's processes wake up hundreds of times a second; under this policy they do not interrupt the engine's threads, which
-# take themselves out of it (actors/priorities.py). Empty where the system has or allows no such thing.
-CARRY_MESSAGES := $(shell chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
+# take themselves out of it (actors/priorities.py). Empty where somebody chose a policy before us, and where the system has
+# or allows no such thing. A Ray that is joined (RAY_ADDRESS=auto) keeps its own.
+CARRY_MESSAGES := $(shell chrt -p $$$$ 2> /dev/null | grep -q SCHED_OTHER && chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
 
 SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c

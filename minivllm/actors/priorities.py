@@ -28,8 +28,8 @@ def carry_messages() -> None:
 
 
 def compute() -> None:
-    """The calling thread, and those that it starts from now on, may interrupt others. `make serve` starts all of Ray
-    under SCHED_BATCH, and its processes inherit that."""
+    """The calling thread, and those that it starts from now on, may interrupt others. `make serve` starts its Ray
+    under SCHED_BATCH, and all processes of it inherit that."""
     _change(0, "SCHED_BATCH", "SCHED_OTHER")
 
 

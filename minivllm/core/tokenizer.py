@@ -307,7 +307,7 @@ def spare_torch(config: EngineConfig) -> None:
     It would import torch beside any tokenizer, which takes a second and 180 MB. Where torch is needed, to read a GGUF
     file or for a model's own code, or where either is imported already, nothing happens.
     """
-    if "torch" in sys.modules or "transformers" in sys.modules or _needs_torch(config):
+    if _needs_torch(config) or "torch" in sys.modules or "transformers" in sys.modules:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise us to install torch
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that there is no such module
@@ -315,7 +315,8 @@ def spare_torch(config: EngineConfig) -> None:
         # It looks once and remembers; whoever imports torch later gets it.
         importlib.import_module("transformers")
     finally:
-        del sys.modules["torch"]
+        if sys.modules.get("torch") is None:
+            sys.modules.pop("torch", None)
 
 
 def _needs_torch(config: EngineConfig) -> bool:
