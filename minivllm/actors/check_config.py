@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
 
 from minivllm.actors.config import AppArgs, LiveSettings
+from minivllm.actors.http_server import listen
 
 BUILDER = "minivllm.actors.app:build_app"
 
@@ -57,9 +59,29 @@ def _of_model(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
             yield f"{'.'.join((where, *map(str, one['loc'])))}: {one['msg'].removeprefix('Value error, ')}"
 
 
+def taken_ports(path: Path) -> Iterator[str]:
+    """Which ports of a configuration without mistakes others listen on. Serve's proxies would share one with those of
+    another Ray, each with some of the connections, and an ingress says it only when all else is up."""
+    config = yaml.safe_load(path.read_text())
+    options = config.get("http_options") or {}
+    wanted = [("http_options.port", options.get("host", "127.0.0.1"), options.get("port", 8000))]
+    for application in _dicts_in(config, "applications"):
+        if application.get("import_path") == BUILDER:
+            args = AppArgs.model_validate(application.get("args") or {})
+            if args.http_port is not None:
+                wanted.append(("args.http_port", args.http_host, args.http_port))
+    for name, host, port in wanted:
+        try:
+            listen(host, port).close()
+        except OSError as error:
+            yield f"{name}: cannot listen on port {port} of {host}: {os.strerror(error.errno) if error.errno else error}"
+
+
 def main() -> None:
     path = Path(sys.argv[1])
     found = list(mistakes(path))
+    if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run the same already
+        found = list(taken_ports(path))
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")
     sys.exit(bool(found))

@@ -33,6 +33,12 @@ class PortInUseError(OSError):
     """Somebody else listens on the port."""
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, on an address that nobody else listens on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
 class HttpServer:
     """Serves an ASGI application from the running event loop.
 
@@ -89,10 +95,9 @@ class HttpServer:
         await serving
 
     async def _bind(self, deadline: float) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         while True:
             try:
-                return socket.create_server((self.host, self.port), family=family, backlog=2048)
+                return listen(self.host, self.port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from minivllm.actors.check_config import mistakes
+from minivllm.actors.check_config import mistakes, taken_ports
 
 ROOT = Path(__file__).parent.parent.parent
 APPLICATION = "applications:\n  - import_path: minivllm.actors.app:build_app\n"
@@ -67,3 +68,18 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minivllm.actors.check_config", str(tmp_path / "no.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, f"{tmp_path / 'no.yaml'}: there is no such file\n")
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as another:
+        own, proxy = other.getsockname()[1], another.getsockname()[1]
+        path.write_text(
+            f"http_options: {{host: 127.0.0.1, port: {proxy}}}\n{APPLICATION}    args: {{http_port: {own}}}\n"
+        )
+        assert list(mistakes(path)) == []
+        assert list(taken_ports(path)) == [
+            f"http_options.port: cannot listen on port {proxy} of 127.0.0.1: Address already in use",
+            f"args.http_port: cannot listen on port {own} of 127.0.0.1: Address already in use",
+        ]
+    assert list(taken_ports(path)) == []

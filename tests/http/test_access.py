@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +117,11 @@ def test_the_request_id_is_echoed_and_may_be_used_twice(client: httpx.Client) ->
     assert [answer.headers["x-request-id"] for answer in answers] == ["same", "same"]
     assert len({answer.json()["id"] for answer in answers}) == 2
     assert client.get("/nope", headers={"x-request-id": "of an error"}).headers["x-request-id"] == "of an error"
+
+
+def test_a_request_without_an_id_gets_one_of_its_own(client: httpx.Client) -> None:
+    ids = [client.get(path).headers["x-request-id"] for path in ("/v1/models", "/v1/models", "/nope")]
+    assert len({str(uuid.UUID(each)) for each in ids}) == 3
 
 
 # ---- paths ----

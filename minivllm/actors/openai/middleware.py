@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import uuid
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,16 +61,17 @@ def _path(scope: Scope) -> str:
 
 
 class RequestIdMiddleware:
-    """Echoes `X-Request-Id`. Only for servers that do not do it themselves: Serve's proxy does."""
+    """Echoes `X-Request-Id`, or makes one up. Only for servers that do not do it themselves: Serve's proxy does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), None)
+        given = (value for name, value in scope.get("headers", ()) if name == b"x-request-id")
+        request_id = next(given, None) or str(uuid.uuid4()).encode()
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and request_id is not None:
+            if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
             await send(message)
 
