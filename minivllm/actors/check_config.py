@@ -74,7 +74,8 @@ def taken_ports(path: Path) -> Iterator[str]:
         try:
             listen(host, port).close()
         except OSError as error:
-            yield f"{name}: cannot listen on port {port} of {host}: {os.strerror(error.errno) if error.errno else error}"
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            yield f"{name}: cannot listen on port {port} of {host}: {reason}"
 
 
 def main() -> None:
