@@ -32,8 +32,7 @@ def mistakes(path: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         yield f"it cannot be read: {error}"
         return
-    options = config.get("http_options") if isinstance(config, dict) else None
-    proxy_port = options.get("port", 8000) if isinstance(options, dict) else 8000
+    proxy_port = _http_options(config).get("port", 8000)
     for application in _dicts_in(config, "applications"):
         if application.get("import_path") == BUILDER:
             args = application.get("args") or {}
@@ -43,6 +42,12 @@ def mistakes(path: Path) -> Iterator[str]:
             for deployment in _dicts_in(application, "deployments"):
                 if deployment.get("name") == "Engine":
                     yield from _of_model(LiveSettings, deployment.get("user_config") or {}, "user_config")
+
+
+def _http_options(config: Any) -> dict[str, Any]:
+    """Those of Serve's proxy, or none if they are not what they should be."""
+    options = config.get("http_options") if isinstance(config, dict) else None
+    return options if isinstance(options, dict) else {}
 
 
 def _dicts_in(parent: Any, name: str) -> list[dict[str, Any]]:
@@ -63,7 +68,7 @@ def taken_ports(path: Path) -> Iterator[str]:
     """Which ports of a configuration without mistakes others listen on. Serve's proxies would share one with those of
     another Ray, each with some of the connections, and an ingress says it only when all else is up."""
     config = yaml.safe_load(path.read_text())
-    options = config.get("http_options") or {}
+    options = _http_options(config)
     wanted = [("http_options.port", options.get("host", "127.0.0.1"), options.get("port", 8000))]
     for application in _dicts_in(config, "applications"):
         if application.get("import_path") == BUILDER:
@@ -73,8 +78,8 @@ def taken_ports(path: Path) -> Iterator[str]:
     for name, host, port in wanted:
         try:
             listen(host, port).close()
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
+        except (OSError, TypeError, OverflowError) as error:  # not every host or port is one
+            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             yield f"{name}: cannot listen on port {port} of {host}: {reason}"
 
 

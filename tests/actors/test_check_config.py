@@ -62,6 +62,7 @@ def test_another_shape_ends_in_a_traceback(text: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     assert list(mistakes(path)) == []
+    list(taken_ports(path))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
