@@ -15,8 +15,8 @@ import torch
 from benchmarks.common import arguments, num_threads, print_environment, print_table, write_json
 from minivllm.core.attention import AttentionLayer, backend_names, choose_backend
 from minivllm.core.attention.base import AttentionBackend
-from minivllm.core.kv_cache import KVCachePool, KVCacheSpec
-from minivllm.core.model_input import ModelInput, PackedLayout
+from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
+from minivllm.core.attention.metadata import ModelInput, PackedLayout
 
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 16
 LAYERS = 30

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import common
-from minivllm.core.block_manager import BlockManager, Refusal
 from minivllm.core.config import EngineConfig
+from minivllm.core.kv_cache.block_manager import BlockManager, Refusal
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler.scheduler import Scheduler
 from minivllm.core.sequence import Sequence
 
 BLOCK_SIZE = 16

@@ -1,7 +1,7 @@
 """minivllm: an LLM server whose KV cache is a managed resource.
 
-Names are imported when they are first used, so that importing `minivllm.core.scheduler` or
-`minivllm.core.block_manager` loads neither torch nor Ray.
+Names are imported when they are first used, so that importing `minivllm.core.scheduler.scheduler` or
+`minivllm.core.kv_cache.block_manager` loads neither torch nor Ray.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.latencies import Latencies
-from minivllm.actors.messages import EngineSnapshot
-from minivllm.actors.prometheus import render_prometheus
+from minivllm.actors.metrics.prometheus import render_prometheus
+from minivllm.actors.transport.latencies import Latencies
+from minivllm.actors.transport.messages import EngineSnapshot
 from minivllm.core.stats import EngineStats
 
 ROOT = Path(__file__).parents[1]

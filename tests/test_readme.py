@@ -19,8 +19,8 @@ import yaml
 from ray import serve
 
 from minivllm.actors.config import AppArgs, LiveSettings
-from minivllm.actors.messages import EngineSnapshot
-from minivllm.actors.prometheus import REJECTION_REASONS, render_prometheus
+from minivllm.actors.metrics.prometheus import REJECTION_REASONS, render_prometheus
+from minivllm.actors.transport.messages import EngineSnapshot
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.stats import EngineStats
 from tests.conftest import Served

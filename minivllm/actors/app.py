@@ -13,9 +13,9 @@ from ray import serve
 from ray.serve import Application
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine import Engine, EngineSettings, load_engine
-from minivllm.actors.ingress import Ingress
-from minivllm.actors.metrics import Metrics
+from minivllm.actors.engine.deployment import Engine, EngineSettings, load_engine
+from minivllm.actors.ingress.deployment import Ingress
+from minivllm.actors.metrics.deployment import Metrics
 from minivllm.core.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
 
 from minivllm.actors.config import AppArgs, LiveSettings
-from minivllm.actors.http_server import listen
+from minivllm.actors.ingress.http_server import listen
 
 BUILDER = "minivllm.actors.app:build_app"
 

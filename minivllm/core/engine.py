@@ -9,15 +9,15 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
-from minivllm.core.block_manager import BlockManager
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import EngineDeadError, IntegrityError, InvalidRequestError
+from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
+from minivllm.core.scheduler.output import ScheduledStep
+from minivllm.core.scheduler.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
 from minivllm.core.sequence import Sequence
 from minivllm.core.stats import EngineStats
-from minivllm.core.step import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, model_runner: Runner | None = None) -> None:
         if model_runner is None:
-            from minivllm.core.model_runner import ModelRunner  # here, since it loads torch
+            from minivllm.core.worker.model_runner import ModelRunner  # here, since it loads torch
 
             model_runner = ModelRunner(config)
         self.model_runner = model_runner

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from minivllm.core.config import DEFAULT_MODEL, EngineConfig
-from minivllm.core.detokenizer import OutputText
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, MinivllmError
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
-from minivllm.core.tokenizer import Tokenizer, load_tokenizer
+from minivllm.core.text.detokenizer import OutputText
+from minivllm.core.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt: TypeAlias = str | list[int]
 Message: TypeAlias = dict[str, Any]

@@ -12,9 +12,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from minivllm.actors.channels import Channels
-from minivllm.actors.engine_loop import EngineLoop
-from minivllm.actors.messages import EngineInfo, EngineSnapshot
+from minivllm.actors.engine.channels import Channels
+from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import MinivllmError

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from minivllm.actors.engine_loop import EngineLoop
-from minivllm.actors.messages import GenerateRequest
+from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.transport.messages import GenerateRequest
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from tests.actors.fakes import PacedRunner

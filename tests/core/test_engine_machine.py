@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from minivllm.core import block_pool
 from minivllm.core.errors import EngineOverloadedError, InvalidRequestError, NeverFitsError
+from minivllm.core.kv_cache import block_pool
 from minivllm.core.sampling_params import SamplingParams
 from tests.core.fakes import FakeModel
 from tests.core.harness import WatchedEngine

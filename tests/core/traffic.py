@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.core import block_pool
 from minivllm.core.errors import EngineOverloadedError, NeverFitsError
+from minivllm.core.kv_cache import block_pool
 from tests.core.fakes import FakeModel
 from tests.core.harness import WatchedEngine
 

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.detokenizer import OutputText
 from minivllm.core.errors import EngineDeadError, InvalidRequestError, NeverFitsError
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import FinishReason
-from tests.core.text_kinds import TEXTS, tokenizer_of
+from minivllm.core.text.detokenizer import OutputText
+from tests.core.text.text_kinds import TEXTS, tokenizer_of
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.engine import LLMEngine
-from minivllm.core.model_location import locate
-from minivllm.core.model_runner import ModelRunner
-from minivllm.core.tokenizer import load_tokenizer
+from minivllm.core.models.location import locate
+from minivllm.core.text.tokenizer import load_tokenizer
+from minivllm.core.worker.model_runner import ModelRunner
 from tests.engine.running import greedy
 
 NEW_TOKENS = 48

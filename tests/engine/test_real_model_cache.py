@@ -10,8 +10,8 @@ import pytest
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
-from minivllm.core.model_runner import ModelRunner
-from minivllm.core.tokenizer import load_tokenizer
+from minivllm.core.text.tokenizer import load_tokenizer
+from minivllm.core.worker.model_runner import ModelRunner
 from tests.engine.running import greedy, poison_unused
 
 NEW_TOKENS = 12

@@ -11,7 +11,7 @@ from ray import serve
 
 from minivllm.actors.app import bind_app
 from minivllm.actors.config import AppArgs
-from minivllm.actors.messages import EngineInfo, EngineSnapshot
+from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot
 from tests.conftest import RayCluster
 from tests.faults.faulty_engine import build_engine
 from tests.processes import wait_until

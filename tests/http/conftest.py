@@ -10,7 +10,7 @@ import pytest
 
 from minivllm.actors.config import AppArgs
 from minivllm.core.engine import LLMEngine
-from minivllm.core.tokenizer import Tokenizer, load_tokenizer
+from minivllm.core.text.tokenizer import Tokenizer, load_tokenizer
 from tests.http.stand_ins import LocalServer, ScriptedRunner, save_tiny_model
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import uvicorn
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine_loop import EngineLoop
-from minivllm.actors.messages import EngineInfo, EngineSnapshot, GenerateRequest
-from minivllm.actors.openai.http_app import make_http_app
-from minivllm.actors.openai.service import GenerationService
+from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.openai.http.app import make_http_app
+from minivllm.actors.openai.serving.service import GenerationService
+from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.core.engine import LLMEngine
 from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
-from minivllm.core.scheduler import ScheduledStep
+from minivllm.core.scheduler.scheduler import ScheduledStep
 from minivllm.core.sequence import Sequence
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.core.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

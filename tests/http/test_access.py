@@ -13,9 +13,9 @@ import pytest
 
 import minivllm
 from minivllm.actors.config import AppArgs
-from minivllm.actors.openai import responses
+from minivllm.actors.openai.protocol import responses
 from minivllm.core.engine import LLMEngine
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.conftest import REPLIES
 from tests.http.stand_ins import LocalServer, ScriptedRunner
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from minivllm.actors.openai.responses import ErrorResponse
+from minivllm.actors.openai.protocol.responses import ErrorResponse
 from tests.http.stand_ins import SAVED_VOCABULARY
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -344,7 +344,7 @@ def test_too_large_body_is_refused_without_its_length_announced(client: httpx.Cl
 
 
 def test_null_is_as_good_as_silence(client: httpx.Client) -> None:
-    from minivllm.actors.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
 
     for (path, body), kind in ((completion(), CompletionRequest), (chat(), ChatCompletionRequest)):
         required = {"prompt", "messages", "model"}

@@ -9,8 +9,8 @@ import httpx
 import jsonschema
 import pytest
 
-from minivllm.actors.openai.responses import ChatCompletionChunk, ChatCompletionResponse
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.actors.openai.protocol.responses import ChatCompletionChunk, ChatCompletionResponse
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.conftest import REPLIES
 from tests.http.streams import joined_text, read_stream, streamed
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from minivllm.actors.openai.responses import CompletionChunk, CompletionResponse
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.actors.openai.protocol.responses import CompletionChunk, CompletionResponse
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.conftest import REPLIES
 from tests.http.stand_ins import LocalServer
 from tests.http.streams import joined_text, read_stream, streamed

@@ -12,7 +12,7 @@ import pytest
 
 from minivllm.actors.config import AppArgs
 from minivllm.core.engine import LLMEngine
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.conftest import REPLIES
 from tests.http.stand_ins import LocalServer, ScriptedRunner
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from minivllm.actors.openai.errors import (
+from minivllm.actors.openai.protocol.errors import (
     MAX_SHOWN_INPUT,
     ModelNotFoundError,
     RequestTooLargeError,
@@ -17,8 +17,8 @@ from minivllm.actors.openai.errors import (
     field_path,
     shorten,
 )
-from minivllm.actors.openai.fields import parse
-from minivllm.actors.openai.protocol import ChatCompletionRequest, CompletionRequest
+from minivllm.actors.openai.protocol.fields import parse
+from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
 from minivllm.core.errors import (
     EngineDeadError,
     EngineOverloadedError,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from minivllm.core.llm import LLM
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.stand_ins import LocalServer
 from tests.http.streams import joined_text, streamed
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.actors.openai.responses import ChatCompletionChunk, CompletionChunk
-from minivllm.actors.openai.sse import ChunkWriter, event
+from minivllm.actors.openai.protocol.responses import ChatCompletionChunk, CompletionChunk
+from minivllm.actors.openai.protocol.sse import ChunkWriter, event
 
 USAGE = {
     "prompt_tokens": 1,

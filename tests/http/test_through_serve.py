@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from minivllm.actors.client import Client
-from minivllm.actors.openai.responses import ErrorResponse
+from minivllm.actors.openai.protocol.responses import ErrorResponse
 from minivllm.core.errors import InvalidRequestError
 from tests.actors.idle import read_metrics, wait_for_no_load
 from tests.conftest import APP_NAME, Served

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.actors.openai.tool_parsers import ArgumentsParser, HermesParser, JsonParser, Parsed, ToolParser
-from minivllm.actors.openai.tools import call_format
+from minivllm.actors.openai.tools.parsers import ArgumentsParser, HermesParser, JsonParser, Parsed, ToolParser
+from minivllm.actors.openai.tools.tools import call_format
 
 ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 

@@ -10,10 +10,10 @@ import httpx
 import jsonschema
 import pytest
 
-from minivllm.actors.openai.protocol import ChatCompletionRequest
-from minivllm.actors.openai.responses import ChatCompletionChunk, ChatCompletionResponse
-from minivllm.actors.openai.tools import ToolUse
-from minivllm.core.tokenizer import Tokenizer
+from minivllm.actors.openai.protocol.requests import ChatCompletionRequest
+from minivllm.actors.openai.protocol.responses import ChatCompletionChunk, ChatCompletionResponse
+from minivllm.actors.openai.tools.tools import ToolUse
+from minivllm.core.text.tokenizer import Tokenizer
 from tests.http.stand_ins import ScriptedRunner
 from tests.http.streams import read_stream
 

@@ -1,1 +1,1 @@
-"""The OpenAI API: request models, answers, streams and errors. No Ray here, so that tests can drive it in-process."""
+"""The OpenAI API without Ray, so that tests can drive it in one process."""

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # In the order of preference of `auto`: module and class, imported only when they are tried.
 _BACKENDS = {
-    "native": ("minivllm.core.attention.native", "NativeBackend"),
+    "native": ("minivllm.core.native.backend", "NativeBackend"),
     "sdpa": ("minivllm.core.attention.reference", "SdpaBackend"),
     "reference": ("minivllm.core.attention.reference", "ReferenceBackend"),
 }

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from minivllm.core.model_input import ModelInput
+from minivllm.core.attention.metadata import ModelInput
 
 ATTENTION_NAME = "minivllm_paged"
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
-from minivllm.core.kv_cache import KVCachePool
-from minivllm.core.model_input import ModelInput
+from minivllm.core.attention.kv_pool import KVCachePool
+from minivllm.core.attention.metadata import ModelInput
 
 MAX_TILE_QUERIES = 128
 """Queries a tile: fewer waste less of the causal half, more make larger products."""

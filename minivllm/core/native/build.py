@@ -18,7 +18,7 @@ from minivllm.core.native.bindings import declare
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).parent
+_SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-pthread", "-fPIC", "-shared", "-fno-math-errno", "-w")
 _TIMEOUT_SECONDS = 300
 

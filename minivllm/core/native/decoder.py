@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from minivllm.core.attention.base import AttentionLayer
-from minivllm.core.kv_cache import KVCachePool
-from minivllm.core.model_input import ModelInput
+from minivllm.core.attention.kv_pool import KVCachePool
+from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.native import bindings, library, why_not
 from minivllm.core.native.packing import Arena, NumberFormat, PackedLinear, cpu_floats, format_of_16_bits, pack
 from minivllm.core.native.steps import describe_step

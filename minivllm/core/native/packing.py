@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.core.huge_pages import prefer_huge_pages
 from minivllm.core.native.bindings import Linear
+from minivllm.core.native.memory import prefer_huge_pages
 from minivllm.core.native.workspace import Workspace
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.core.model_input import ModelInput
+from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.native.bindings import StepCall
 
 

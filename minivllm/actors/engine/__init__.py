@@ -1,0 +1,1 @@
+"""The Engine deployment: one replica that runs the LLMEngine in a thread of its own."""

@@ -1,0 +1,1 @@
+"""The Ingress deployment: HTTP and handle calls in, token ids to the engine."""

@@ -1,0 +1,1 @@
+"""The Metrics deployment: block counts, rejections and Prometheus text."""

@@ -1,0 +1,1 @@
+"""Routes, middleware and ASGI responses."""

@@ -1,0 +1,78 @@
+"""What every request passes on its way in: the check of its key, and its id on the way out. Plain ASGI."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.actors.openai.http.answers import error_answer
+from minivllm.actors.openai.protocol.errors import UnauthorizedError
+
+OPEN_PATHS = frozenset({"/health"})
+
+
+class ApiKeyMiddleware:
+    """Lets in who carries one of the keys as bearer token; `/health` is open.
+
+    Keys are compared by their digests, all of them, every time: how long it takes says nothing of how close one was.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or _path(scope) in OPEN_PATHS or self._is_known(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            error = UnauthorizedError("an API key is needed: send the header 'Authorization: Bearer KEY'")
+            await error_answer(error)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _is_known(self, scope: Scope) -> bool:
+        token = _bearer_token(scope)
+        given = _digest(token)
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return bool(token) and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer_token(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return bytes(token.strip()) if scheme.lower() == b"bearer" else b""
+    return b""
+
+
+def _path(scope: Scope) -> str:
+    """The path below where the application is mounted."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+class RequestIdMiddleware:
+    """Echoes `X-Request-Id`, or makes one up. Only for servers that do not do it themselves: Serve's proxy does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = (value for name, value in scope.get("headers", ()) if name == b"x-request-id")
+        request_id = next(given, None) or str(uuid.uuid4()).encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,1 @@
+"""Serves completions and chat: tokenizes, submits, assembles the response."""

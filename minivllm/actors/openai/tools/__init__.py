@@ -1,0 +1,1 @@
+"""Function calling: prompts, constraints and parsers of tool calls."""

@@ -1,0 +1,170 @@
+"""Tools in a chat: what the model is told of them, what it is made to write, and how its calls are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, NamedToolChoice, Tool
+from minivllm.actors.openai.tools.parsers import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    PYTHON_TAG,
+    ArgumentsParser,
+    HermesParser,
+    JsonParser,
+    ToolParser,
+)
+from minivllm.core.errors import InvalidRequestError
+from minivllm.core.sampling_params import StructuredOutput
+
+CallFormat = Literal["hermes", "llama"]
+
+
+def call_format(template: str) -> CallFormat:
+    """The way in which a model with this chat template writes its calls. Without any sign of one: Hermes."""
+    if OPEN_TAG in template:
+        return "hermes"
+    return "llama" if PYTHON_TAG in template or '{"name": function name, "parameters"' in template else "hermes"
+
+
+class ToolUse:
+    """How one chat request uses tools.
+
+    Args:
+        body: the request. Raises InvalidRequestError when its tools and its tool_choice do not go together.
+        template: the model's chat template, which shows how the model writes calls.
+    """
+
+    def __init__(self, body: ChatCompletionRequest, template: str) -> None:
+        tools = body.tools or []
+        choice = body.tool_choice
+        if choice is None:
+            choice = "auto" if tools else "none"
+        if not tools and choice not in ("none", "auto"):
+            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+        _check_names(tools)
+        self._format = call_format(template)
+        self._tools = tools if choice != "none" else []
+        self._choice = choice
+        # A model that is forced to call does so once, unless the client says that it wants more: nothing in the grammar
+        # of a list would tell a small model to end it.
+        self._one_call = body.parallel_tool_calls is False
+        self._forced_list = choice == "required" and body.parallel_tool_calls is True
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the template shows them to the model; None when it is not to know of any."""
+        return [tool.model_dump(exclude_none=True) for tool in self._tools] or None
+
+    @property
+    def is_forced(self) -> bool:
+        return bool(self._tools) and self._choice not in ("none", "auto")
+
+    @property
+    def is_named(self) -> bool:
+        return isinstance(self._choice, NamedToolChoice)
+
+    def grammar(self) -> StructuredOutput | None:
+        """What a forced call must look like."""
+        if not self.is_forced:
+            return None
+        if isinstance(self._choice, NamedToolChoice):
+            schema = _parameters(self._named(self._choice.function.name))
+        else:
+            key = "parameters" if self._format == "llama" else "arguments"
+            schema = {"anyOf": [_call_schema(tool, key) for tool in self._tools]}
+            if self._forced_list:
+                schema = {"type": "array", "items": schema, "minItems": 1}
+        return StructuredOutput(kind="json_schema", value=json.dumps(schema))
+
+    def parser(self) -> ToolParser | None:
+        """A new parser for the text of one choice; None when all of it is content."""
+        if not self._tools:
+            return None
+        if isinstance(self._choice, NamedToolChoice):
+            return ArgumentsParser(self._choice.function.name)
+        if self._choice == "required":
+            return JsonParser()
+        max_calls = 1 if self._one_call else None
+        return JsonParser(max_calls) if self._format == "llama" else HermesParser(max_calls)
+
+    def _named(self, name: str) -> Tool:
+        for tool in self._tools:
+            if tool.function.name == name:
+                return tool
+        raise InvalidRequestError(
+            f"tool_choice: there is no tool of the name {name[:100]!r} in tools", param="tool_choice.function.name"
+        )
+
+
+def _check_names(tools: list[Tool]) -> None:
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise InvalidRequestError(
+                f"tools[{place}].function.name: {tool.function.name!r} stands there twice",
+                param=f"tools[{place}].function.name",
+            )
+        names.add(tool.function.name)
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    # Closing the parts of an allOf would make them contradict each other.
+    return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
+
+
+def _closed(schema: Any) -> Any:
+    """The same schema, but objects that list their properties have no others unless it says so: a small model that may
+    invent arguments goes on doing so until its tokens are used up."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {
+        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
+        for key, value in schema.items()
+    }
+    is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
+    return {"additionalProperties": False, **parts} if is_listed and "patternProperties" not in parts else parts
+
+
+def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, arguments_key: _parameters(tool)},
+        "required": ["name", arguments_key],
+        "additionalProperties": False,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Templates that know nothing of tools
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def with_tools_in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The conversation for a template without a place for tools: they are described to the model in the system message,
+    and earlier calls stand in the text of the assistant's messages."""
+    messages = [_with_calls_in_text(message) for message in messages]
+    if not tools:
+        return messages
+    preamble = (
+        "You may call functions to help with the user's request. These are the functions, one a line:\n"
+        + "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        + f"\nTo call one, write its name and its arguments as JSON between tags:\n{OPEN_TAG}"
+        + '{"name": "...", "arguments": {...}}'
+        + CLOSE_TAG
+    )
+    if messages and messages[0]["role"] in ("system", "developer") and isinstance(messages[0].get("content"), str):
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{preamble}".strip()}, *messages[1:]]
+    return [{"role": "system", "content": preamble}, *messages]
+
+
+def _with_calls_in_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = [f"{OPEN_TAG}{json.dumps(call['function'], ensure_ascii=False)}{CLOSE_TAG}" for call in calls]
+    return {**message, "content": "\n".join(filter(None, [message.get("content") or "", *written]))}

@@ -1,0 +1,1 @@
+"""What travels between the deployments, and how streams of outputs are routed."""

@@ -1,0 +1,96 @@
+"""KVCachePool: the memory of all K and V, taken once at start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from minivllm.core.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """Shape of what one token leaves behind. All layers are alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of one block, over all layers."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_size
+        return elements * self.dtype.itemsize
+
+
+class KVCachePool:
+    """One tensor for all layers, and views of it by layer.
+
+    Attributes:
+        num_blocks: usable blocks, ids 0 .. num_blocks - 1. One more follows: the padding block, which fills up block
+            tables and takes what padding tokens write; nobody ever attends to it.
+        tensor: (num_layers, 2, num_blocks + 1, num_kv_heads, block_size, head_size).
+        key_cache, value_cache: for each layer, (num_blocks + 1, num_kv_heads, block_size, head_size). The order of the
+            block_size * head_size elements within one block and head is the attention backend's own business.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise ModelLoadError(f"the KV pool needs at least one block, not {num_blocks}")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device = device
+        shape = (spec.num_layers, 2, num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_size)
+        try:
+            # Not zeroed: what was never written is never read.
+            self.tensor = torch.empty(shape, dtype=spec.dtype, device=device)
+        except RuntimeError as error:
+            size = (num_blocks + 1) * spec.block_bytes
+            raise ModelLoadError(f"no memory for a KV pool of {num_blocks} blocks ({size:,} bytes): {error}") from error
+        self.key_cache = tuple(layer[0] for layer in self.tensor)
+        self.value_cache = tuple(layer[1] for layer in self.tensor)
+        logger.info(
+            "KV pool: %d blocks of %d tokens = %d tokens, %.1f MiB in %s on %s",
+            num_blocks,
+            spec.block_size,
+            self.num_tokens,
+            self.num_bytes / 2**20,
+            str(spec.dtype).removeprefix("torch."),
+            device,
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.spec.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the usable blocks hold."""
+        return self.num_blocks * self.spec.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor, the padding block included."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def padding_block_id(self) -> int:
+        return self.num_blocks
+
+    @property
+    def padding_slot(self) -> int:
+        return self.num_blocks * self.spec.block_size
+
+    def poison(self, block_ids: Iterable[int] | None = None) -> None:
+        """Fills blocks (default: all, the padding block too) with NaN, so that a read of what nobody wrote shows."""
+        if block_ids is None:
+            self.tensor.fill_(torch.nan)
+        else:
+            self.tensor[:, :, list(block_ids)] = torch.nan

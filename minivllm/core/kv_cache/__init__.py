@@ -1,0 +1,5 @@
+"""Manages the physical KV blocks: block tables, prefix cache, admission checks. No torch."""
+
+from minivllm.core.kv_cache.block_manager import BlockManager, BlockOwner, Slot
+
+__all__ = ["BlockManager", "BlockOwner", "Slot"]

@@ -1,0 +1,1 @@
+"""Finds, checks and loads models; turns input tensors into hidden states and logits."""

@@ -1,0 +1,97 @@
+"""Paged attention on CPUs in C++ (`core/native`): K and V are read where they lie, nothing is gathered or masked."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from minivllm.core import native
+from minivllm.core.attention.base import AttentionBackend, AttentionLayer
+from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.native.bindings import AttentionCall, StepCall
+from minivllm.core.native.steps import describe_step
+from minivllm.core.native.workspace import Workspace
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NativeBackend(AttentionBackend):
+    """Scores and softmax in float32 whatever the pool's type; threads share the work by its length."""
+
+    name = "native"
+
+    def __init__(self, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layers, dtype, device)
+        library = native.library()
+        if library is None:
+            raise RuntimeError(native.why_not())
+        self._library = library
+        self._workspace = Workspace(library)
+        self._step: tuple[ModelInput, StepCall, tuple[Any, ...]] | None = None
+
+    @classmethod
+    def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"it is for CPUs, not for {device}"
+        if dtype not in _DTYPES:
+            return f"it keeps K and V in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if any(layer.num_query_heads % layer.num_kv_heads for layer in layers):
+            return "its KV heads must serve equally many query heads"
+        return native.why_not()
+
+    def begin_step(self, model_input: ModelInput) -> None:
+        self._library.minivllm_begin_step(self._workspace.handle())
+        self._step = (model_input, *describe_step(model_input))
+
+    def forward(
+        self,
+        layer_index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        model_input: ModelInput,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        if self._step is None or self._step[0] is not model_input:
+            self.begin_step(model_input)
+        _, step, _ = self._step  # type: ignore[misc]
+        query, key, value = (_dense_heads(states, query.dtype) for states in (query, key, value))
+        key_cache = model_input.kv_cache.key_cache[layer_index]
+        value_cache = model_input.kv_cache.value_cache[layer_index]
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        call = AttentionCall(
+            step,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            *key_cache.stride()[:2],
+            query.dtype == torch.float32,
+            key_cache.dtype == torch.float32,
+            query.shape[1],
+            key.shape[1],
+            query.shape[2],
+            key_cache.shape[2],
+            sliding_window or 0,
+            scale,
+            softcap or 0.0,
+        )
+        self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
+        return output
+
+
+def _dense_heads(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(T, heads, head_size) whose last dimension is dense, in a type that the library reads."""
+    if states.dtype != dtype:
+        states = states.to(dtype)
+    return states if states.stride(2) == 1 else states.contiguous()

@@ -1,0 +1,1 @@
+"""Turns logits into tokens: penalties, filters, random sampling, structured output."""

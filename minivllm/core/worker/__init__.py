@@ -1,0 +1,1 @@
+"""Runs scheduled steps: builds input tensors, runs the model, samples."""

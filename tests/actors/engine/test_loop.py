@@ -1,0 +1,365 @@
+"""The engine's thread and the loop around it, in one process and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import pytest
+
+from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest
+from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.sampling_params import SamplingParams, StructuredOutput
+from minivllm.core.sequence import FinishReason
+from tests.actors.fakes import PacedRunner, started_loop
+from tests.actors.helpers import assert_idle, collect, request, until
+
+
+@pytest.fixture
+async def runner() -> PacedRunner:
+    return PacedRunner()
+
+
+@pytest.fixture
+async def loop(runner: PacedRunner) -> AsyncIterator[EngineLoop]:
+    loop = await started_loop(runner)
+    yield loop
+    runner.gate.set()
+    loop.stop()
+
+
+async def test_streams_bring_the_tokens_of_the_oracle(loop: EngineLoop, runner: PacedRunner) -> None:
+    prompts = [[index, index + 1] * (1 + index % 5) for index in range(1, 33)]
+    streams = [loop.generate(request(f"r{index}", 15, prompt=prompt)) for index, prompt in enumerate(prompts)]
+    results = await asyncio.gather(*map(collect, streams))
+    for prompt, result in zip(prompts, results, strict=True):
+        expected, _ = runner.model.complete(prompt, request("", 15).sampling_params, max_model_len=256)
+        assert result[0].new_token_ids == expected
+    await assert_idle(loop, runner)
+
+
+async def test_the_samples_of_one_request_come_in_one_stream(loop: EngineLoop, runner: PacedRunner) -> None:
+    result = await collect(loop.generate(request("r", 7, n=3)))
+    assert {index: len(output.new_token_ids) for index, output in result.items()} == {0: 7, 1: 7, 2: 7}
+    await assert_idle(loop, runner)
+
+
+async def test_the_first_token_does_not_wait_for_more(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 5))
+    runner.during_execute = lambda _: runner.gate.clear()
+    first = await anext(stream)
+    assert len(first[0].new_token_ids) == 1
+    runner.during_execute = None
+    runner.gate.set()
+    await collect(stream)
+
+
+async def test_a_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 12, logprobs=0))
+    first = await anext(stream)
+    await until(lambda: len(loop.router) == 0, "the request has ended")
+    rest = [outputs async for outputs in stream]
+    assert [len(outputs) for outputs in rest] == [1]
+    [output] = rest[0]
+    assert len(first[0].new_token_ids) + len(output.new_token_ids) == 12
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == output.new_token_ids
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel", "raise"])
+async def test_a_consumer_that_leaves_takes_its_request_along(loop: EngineLoop, runner: PacedRunner, how: str) -> None:
+    stream = loop.generate(request("r", 200))
+    if how == "aclose":
+        await anext(stream)
+        await stream.aclose()
+    elif how == "cancel":
+        task = asyncio.create_task(collect(stream))
+        await until(lambda: runner.steps_executed > 3, "some steps")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        with pytest.raises(RuntimeError, match="mine"):
+            await raise_in_the_loop(stream)
+    await assert_idle(loop, runner)
+    assert runner.steps_executed < 100
+
+
+async def raise_in_the_loop(stream: AsyncGenerator[list[RequestOutput], None]) -> None:
+    async with contextlib.aclosing(stream):
+        async for _ in stream:
+            raise RuntimeError("mine")
+
+
+async def test_a_consumer_cancelled_before_the_engine_saw_the_request(loop: EngineLoop, runner: PacedRunner) -> None:
+    runner.gate.clear()
+    other = asyncio.create_task(collect(loop.generate(request("other", 5))))
+    await asyncio.sleep(0.02)
+    task = asyncio.create_task(collect(loop.generate(request("r", 200))))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    refused = asyncio.create_task(collect(loop.generate(request("bad", prompt=[10**6]))))
+    await asyncio.sleep(0.02)
+    refused.cancel()
+    runner.gate.set()
+    assert len((await other)[0].new_token_ids) == 5
+    await assert_idle(loop, runner)
+
+
+async def test_the_engine_hears_of_an_abort_once(loop: EngineLoop, runner: PacedRunner) -> None:
+    heard = []
+    await loop.call(lambda engine: note_aborts(engine, heard))
+    stream = loop.generate(request("r", 200))
+    await anext(stream)
+    loop.abort("r")
+    loop.abort("r")
+    await stream.aclose()
+    loop.abort("r")
+    loop.abort("unknown")
+    await assert_idle(loop, runner)
+    assert heard == [("r", None)]
+
+
+def note_aborts(engine: Any, heard: list[tuple[str, int | None]]) -> None:
+    abort = engine.abort_request
+
+    def noting(request_id: str, index: int | None = None) -> None:
+        heard.append((request_id, index))
+        abort(request_id, index)
+
+    engine.abort_request = noting
+
+
+async def test_aborting_one_sample_leaves_the_others(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 30, n=3))
+    await anext(stream)
+    loop.abort("r", 1)
+    result = await collect(stream)
+    assert result[1].finish_reason is FinishReason.ABORT
+    assert result[0].finish_reason is result[2].finish_reason is FinishReason.LENGTH
+    await assert_idle(loop, runner)
+
+
+async def test_an_abort_by_id_ends_the_stream_with_its_reason(loop: EngineLoop) -> None:
+    stream = loop.generate(request("r", 200))
+    await anext(stream)
+    loop.abort("r")
+    assert (await collect(stream))[0].finish_reason is FinishReason.ABORT
+
+
+async def test_a_grammar_that_is_slow_to_compile_halts_no_stream(runner: PacedRunner) -> None:
+    release = threading.Event()
+    runner.precompile = lambda _: release.wait(30)  # type: ignore[attr-defined]
+    loop = await started_loop(runner)
+    slow = GenerateRequest(
+        "slow", [1, 2], SamplingParams(max_tokens=3, structured_output=StructuredOutput(kind="regex", value="a"))
+    )
+    waiting = asyncio.ensure_future(collect(loop.generate(slow)))
+    result = await collect(loop.generate(request("quick", 5)))
+    assert len(result[0].new_token_ids) == 5
+    assert not waiting.done()
+    release.set()
+    assert len((await waiting)[0].new_token_ids) == 3
+    loop.stop()
+
+
+async def test_a_live_id_is_refused_and_its_owner_not_harmed(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 30))
+    await anext(stream)
+    with pytest.raises(InvalidRequestError, match="'r' is in use") as caught:
+        await anext(loop.generate(request("r")))
+    assert caught.value.param == "request_id"
+    assert len((await collect(stream))[0].new_token_ids) == 29
+    assert len((await collect(loop.generate(request("r", 3))))[0].new_token_ids) == 3
+    await assert_idle(loop, runner)
+
+
+async def test_what_the_engine_refuses_reaches_the_caller_and_leaves_nothing(runner: PacedRunner) -> None:
+    loop = await started_loop(runner, max_waiting_requests=1, max_num_seqs=1)
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(loop.generate(request("empty", prompt=[10**6])))
+    assert caught.value.param == "prompt"
+    with pytest.raises(NeverFitsError):
+        await anext(loop.generate(request("long", prompt=[1] * 1000)))
+    runner.gate.clear()
+    tasks = [asyncio.create_task(collect(loop.generate(request(f"r{index}", 3)))) for index in range(6)]
+    await asyncio.sleep(0.05)
+    runner.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(result, EngineOverloadedError) for result in results)
+    assert all(isinstance(result, (dict, EngineOverloadedError)) for result in results)
+    await assert_idle(loop, runner)
+    loop.stop()
+
+
+async def test_a_request_nobody_asks_for_is_aborted(runner: PacedRunner) -> None:
+    runner.step_s = 0.01
+    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.2})
+    forgotten = loop.generate(request("forgotten", 240))
+    await anext(forgotten)
+    polled = asyncio.create_task(collect(loop.generate(request("polled", 100))))
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is gone")
+    assert len((await polled)[0].new_token_ids) == 100
+    assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
+    await assert_idle(loop, runner)
+    loop.stop()
+
+
+async def test_waiting_for_a_long_step_is_polling(runner: PacedRunner) -> None:
+    runner.step_s = 0.4
+    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.1})
+    assert len((await collect(loop.generate(request("r", 3))))[0].new_token_ids) == 3
+    loop.stop()
+
+
+async def test_a_failed_forward_pass_fails_every_request_at_once(loop: EngineLoop, runner: PacedRunner) -> None:
+    runner.gate.clear()
+    streams = [loop.generate(request(f"r{index}", 50, n=1 + index % 2)) for index in range(8)]
+    tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+    await asyncio.sleep(0.05)
+    runner.fail_next_step = RuntimeError("CUDA is gone")
+    runner.gate.set()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert not isinstance(result, BaseException) or isinstance(result, EngineDeadError)
+        if isinstance(result, dict):
+            for output in result.values():
+                assert output.finish_reason is FinishReason.ERROR
+                assert isinstance(pickle.loads(pickle.dumps(output.error)), EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        loop.check_health()
+    with pytest.raises(EngineDeadError):
+        await anext(loop.generate(request("late")))
+    with pytest.raises(EngineDeadError):
+        await loop.call(lambda engine: engine.reset_prefix_cache())
+    assert (await loop.snapshot()).is_dead
+    assert len(loop.router) == 0
+
+
+async def test_a_bug_in_the_step_thread_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 200, n=2))
+    await anext(stream)
+    await loop.call(lambda engine: setattr(engine, "step", lambda: {}["bug"]))
+    result = await collect(stream)
+    assert {output.finish_reason for output in result.values()} == {FinishReason.ERROR}
+    assert "KeyError" in str(result[0].error)
+    with pytest.raises(EngineDeadError, match="KeyError"):
+        loop.check_health()
+
+
+async def test_what_waits_in_the_inbox_when_the_engine_dies_is_answered(loop: EngineLoop, runner: PacedRunner) -> None:
+    stream = loop.generate(request("r", 200))
+    await anext(stream)
+    runner.gate.clear()
+    await asyncio.sleep(0.02)
+    question = asyncio.create_task(loop.call(lambda engine: engine.stats()))
+    addition = asyncio.create_task(collect(loop.generate(request("late", 5))))
+    await asyncio.sleep(0.02)
+    runner.fail_next_step = RuntimeError("gone")
+    runner.gate.set()
+    assert (await collect(stream))[0].finish_reason is FinishReason.ERROR
+    results = await asyncio.wait_for(asyncio.gather(question, addition, return_exceptions=True), 5)
+    assert isinstance(results[1], EngineDeadError)
+
+
+async def test_a_step_that_hangs_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
+    loop = await started_loop(runner, settings={"stall_timeout_s": 0.1})
+    await asyncio.sleep(0.25)
+    loop.check_health()  # idle for longer than a step may take
+    task = asyncio.create_task(collect(loop.generate(request("r", 200))))
+    await until(lambda: runner.steps_executed > 3, "some steps")
+    runner.gate.clear()
+    await asyncio.sleep(0.05)
+    question = asyncio.create_task(loop.call(lambda engine: engine.stats()))
+    await asyncio.sleep(0.2)
+    with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):
+        loop.check_health()
+    assert isinstance((await task)[0].error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        await question
+    runner.gate.set()
+    await until(lambda: not loop._thread.is_alive(), "a step that comes back is the last")
+    with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):
+        loop.check_health()
+
+
+async def test_an_engine_that_cannot_be_built_says_why() -> None:
+    def build() -> Any:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        await EngineLoop(build).start()
+
+
+async def test_an_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) -> None:
+    await collect(loop.generate(request("r", 5)))
+    await asyncio.sleep(0.05)
+    before = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+async def test_the_last_snapshot_says_that_all_is_free(runner: PacedRunner) -> None:
+    snapshots: list[EngineSnapshot] = []
+    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
+    for index in range(3):
+        await collect(loop.generate(request(f"r{index}", 30)))
+        await until(lambda: snapshots[-1].stats.num_running == 0, "the snapshot of idleness")
+        stats = snapshots[-1].stats
+        assert (stats.num_waiting, stats.num_free_blocks) == (0, stats.num_total_blocks)
+        assert stats.finished == {"length": index + 1}
+    assert len(snapshots) <= 8
+    assert [snapshot.number for snapshot in snapshots] == sorted({snapshot.number for snapshot in snapshots})
+    loop.stop()
+
+
+async def test_snapshots_under_load_keep_their_distance(runner: PacedRunner) -> None:
+    snapshots: list[EngineSnapshot] = []
+    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
+    await collect(loop.generate(request("r", 200)))
+    busy = [snapshot for snapshot in snapshots if snapshot.stats.num_running]
+    assert busy
+    assert all(later.time - earlier.time > 0.09 for earlier, later in itertools.pairwise(busy))
+    loop.stop()
+
+
+async def test_every_token_is_in_the_histograms(loop: EngineLoop) -> None:
+    await asyncio.gather(*(collect(loop.generate(request(f"r{index}", 10, n=2))) for index in range(4)))
+    histograms = (await loop.snapshot()).histograms
+    counts = {name: sum(histogram.counts) for name, histogram in histograms.items()}
+    assert counts == {
+        "time_to_first_token_seconds": 8,
+        "inter_token_latency_seconds": 72,
+        "request_latency_seconds": 4,
+    }
+
+
+async def test_a_thousand_aborts_leave_nothing_behind(loop: EngineLoop, runner: PacedRunner) -> None:
+    runner.step_s = 0.0
+    for batch in range(20):
+        streams = [loop.generate(request(f"{batch}/{index}", 100)) for index in range(50)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        await asyncio.sleep(0.002 * (batch % 5))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await assert_idle(loop, runner)
+
+
+async def test_stopping_ends_the_thread_and_the_requests(runner: PacedRunner) -> None:
+    loop = await started_loop(runner)
+    stream = loop.generate(request("r", 200))
+    await anext(stream)
+    loop.stop()
+    assert (await collect(stream))[0].finish_reason is FinishReason.ERROR
+    await until(lambda: not loop._thread.is_alive(), "the thread has ended")

@@ -1,0 +1,297 @@
+"""The connection between ingress and engine: one channel for all requests, over a transport that loses and delays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.ingress.engine_client import EngineClient
+from minivllm.core.errors import EngineDeadError, InvalidRequestError
+from minivllm.core.sequence import FinishReason
+from tests.actors.fakes import PARENT, LocalEngine, LocalHandle, PacedRunner, started_loop
+from tests.actors.helpers import assert_idle, collect, request, until
+
+
+@pytest.fixture
+async def runner() -> PacedRunner:
+    return PacedRunner()
+
+
+@pytest.fixture
+async def loop(runner: PacedRunner) -> AsyncIterator[EngineLoop]:
+    loop = await started_loop(runner)
+    yield loop
+    runner.gate.set()
+    loop.stop()
+
+
+@pytest.fixture
+async def handle(loop: EngineLoop) -> LocalHandle:
+    return LocalHandle(LocalEngine(loop))
+
+
+@pytest.fixture
+async def client(handle: LocalHandle) -> AsyncIterator[EngineClient]:
+    client = EngineClient(handle, keep_interval_s=0.05, connect_timeout_s=0.3)  # type: ignore[arg-type]
+    yield client
+    client.close()
+
+
+def made(handle: LocalHandle, name: str) -> int:
+    return sum(called == name for called, _ in handle.calls)
+
+
+async def test_all_requests_share_one_channel(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    prompts = [[index, index + 1] * (1 + index % 5) for index in range(1, 33)]
+    streams = [client.generate(request(f"r{index}", 15, prompt=prompt)) for index, prompt in enumerate(prompts)]
+    results = await asyncio.gather(*map(collect, streams))
+    for prompt, result in zip(prompts, results, strict=True):
+        expected, _ = runner.model.complete(prompt, request("", 15).sampling_params, max_model_len=256)
+        assert result[0].new_token_ids == expected
+    assert made(handle, "connect") == 1
+    await assert_idle(loop, runner)
+
+
+async def test_a_step_is_one_message_whatever_the_number_of_requests(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.gate.clear()
+    tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 40)))) for index in range(16)]
+    await until(lambda: made(handle, "submit") == 16, "all are submitted")
+    messages = 0
+    deliver = client._connection.router.deliver  # type: ignore[union-attr]
+
+    def count(*arguments: Any) -> None:
+        nonlocal messages
+        messages += 1
+        deliver(*arguments)
+
+    client._connection.router.deliver = count  # type: ignore[union-attr,method-assign]
+    runner.gate.set()
+    await asyncio.gather(*tasks)
+    assert 0 < messages <= runner.steps_executed
+
+
+async def test_a_refusal_is_raised_in_its_own_request(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    neighbour = asyncio.create_task(collect(client.generate(request("good", 20))))
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(client.generate(request("bad", prompt=[10**6])))
+    assert caught.value.param == "prompt"
+    assert len((await neighbour)[0].new_token_ids) == 20
+    assert len((await collect(client.generate(request("bad", 5))))[0].new_token_ids) == 5
+    await assert_idle(loop, runner)
+
+
+@pytest.mark.parametrize("how", ["aclose", "cancel"])
+async def test_a_consumer_that_leaves_takes_its_request_along(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner, how: str
+) -> None:
+    neighbour = asyncio.create_task(collect(client.generate(request("stays", 60))))
+    stream = client.generate(request("leaves", 200))
+    if how == "aclose":
+        await anext(stream)
+        await stream.aclose()
+    else:
+        task = asyncio.create_task(collect(stream))
+        await until(lambda: runner.steps_executed > 3, "some steps")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    assert len((await neighbour)[0].new_token_ids) == 60
+    assert made(handle, "abort") == 1
+    await assert_idle(loop, runner)
+
+
+async def test_an_abort_does_not_overtake_its_request(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    handle.delays_s["submit"] = 0.1
+    task = asyncio.create_task(collect(client.generate(request("r", 200))))
+    await until(lambda: made(handle, "submit") == 1, "it is on its way")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert made(handle, "abort") == 0
+    await until(lambda: made(handle, "abort") == 1, "the abort follows")
+    await assert_idle(loop, runner)
+    assert runner.released_total == 1
+
+
+async def test_no_call_is_a_child_of_the_request_that_made_it(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    """Serve cancels a request's child calls with it: the channel of all others, and the request's own abort."""
+
+    async def leave() -> None:
+        PARENT.set("a request")
+        stream = client.generate(request("r", 200))
+        await anext(stream)
+        await stream.aclose()
+
+    await asyncio.create_task(leave())
+    await until(lambda: made(handle, "keep") > 0 and made(handle, "abort") > 0, "every kind of call was made")
+    assert handle.parents == {None}
+    await assert_idle(loop, runner)
+
+
+async def test_a_request_that_leaves_while_it_connects_does_not_stop_the_others(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    handle.delays_s["connect"] = 0.1
+    first = asyncio.create_task(collect(client.generate(request("first", 200))))
+    second = asyncio.create_task(collect(client.generate(request("second", 5))))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    assert len((await second)[0].new_token_ids) == 5
+    assert made(handle, "connect") == 1
+    await assert_idle(loop, runner)
+
+
+async def test_a_lost_abort_is_made_up_for(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.05
+    handle.lost.add("abort")
+    neighbour = asyncio.create_task(collect(client.generate(request("stays", 50))))
+    stream = client.generate(request("leaves", 200))
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    assert runner.steps_executed < 150
+    assert len((await neighbour)[0].new_token_ids) == 50
+    await assert_idle(loop, runner)
+
+
+async def test_keeping_on_does_not_abort_what_has_just_come(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop
+) -> None:
+    """A list of live requests may be older than a request that overtakes it on the way."""
+    handle.delays_s["keep"] = 0.03
+    for index in range(12):
+        assert (await collect(client.generate(request(f"r{index}", 30))))[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_consumer_that_does_not_ask_loses_its_request(
+    handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.01
+    loop.consumer_timeout_s = 0.2
+    client = EngineClient(handle, consumer_timeout_s=0.2)  # type: ignore[arg-type]
+    forgotten = client.generate(request("forgotten", 240))
+    await anext(forgotten)
+    polled = await collect(client.generate(request("polled", 60)))
+    assert len(polled[0].new_token_ids) == 60
+    assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
+    await assert_idle(loop, runner)
+    client.close()
+
+
+async def test_a_timeout_that_the_engine_changes_reaches_the_client(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.01
+    forgotten = client.generate(request("forgotten", 240))
+    await anext(forgotten)
+    loop.consumer_timeout_s = 0.2
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has let go")
+    assert runner.steps_executed < 150
+    await forgotten.aclose()
+
+
+async def test_the_end_of_the_client_ends_its_requests(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 200)))) for index in range(4)]
+    await until(lambda: runner.steps_executed > 3, "some steps")
+    client.close()
+    for result in await asyncio.gather(*tasks):
+        assert isinstance(result[0].error, EngineDeadError)
+    await assert_idle(loop, runner)
+    assert runner.steps_executed < 150
+
+
+async def test_an_idle_connection_ends_with_its_engine(client: EngineClient, loop: EngineLoop) -> None:
+    await collect(client.generate(request("r", 5)))
+    connection = client._connection
+    assert connection is not None
+    loop.stop()
+    await until(lambda: not connection.is_open, "the connection is closed")
+
+
+async def test_an_engine_that_dies_ends_all_and_is_connected_anew(
+    client: EngineClient, handle: LocalHandle, runner: PacedRunner
+) -> None:
+    tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 200)))) for index in range(4)]
+    await until(lambda: runner.steps_executed > 3, "some steps")
+    runner.fail_next_step = RuntimeError("gone")
+    for result in await asyncio.gather(*tasks):
+        assert isinstance(result[0].error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        await anext(client.generate(request("late")))
+    replacement = await started_loop(PacedRunner())
+    handle.target = LocalEngine(replacement)
+    assert len((await collect(client.generate(request("r0", 5))))[0].new_token_ids) == 5
+    replacement.stop()
+
+
+async def test_a_connection_that_breaks_fails_its_requests_at_once(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.gate.clear()
+    task = asyncio.create_task(collect(client.generate(request("r", 200))))
+    await until(lambda: client._connection is not None, "connected")
+    client._connection._response.break_off()  # type: ignore[union-attr]
+    assert isinstance((await task)[0].error, EngineDeadError)
+    runner.gate.set()
+    assert len((await collect(client.generate(request("next", 5))))[0].new_token_ids) == 5
+
+
+async def test_a_replaced_engine_that_knows_no_channel_is_connected_anew(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop
+) -> None:
+    await collect(client.generate(request("r", 5)))
+    replacement = await started_loop(PacedRunner())
+    handle.target = LocalEngine(replacement)
+    assert len((await collect(client.generate(request("r", 5))))[0].new_token_ids) == 5
+    assert made(handle, "connect") == 2
+    replacement.stop()
+
+
+async def test_no_engine_is_an_error_in_time(client: EngineClient, handle: LocalHandle) -> None:
+    handle.target = None
+    with pytest.raises(EngineDeadError, match="no engine is ready"):
+        await anext(client.generate(request("r")))
+
+
+async def test_a_call_that_fails_is_a_typed_error(client: EngineClient, handle: LocalHandle) -> None:
+    handle.lost.update({"submit", "stats"})
+    with pytest.raises(EngineDeadError, match="cannot be reached"):
+        await anext(client.generate(request("r")))
+    with pytest.raises(EngineDeadError, match="cannot be reached"):
+        await client.stats()
+
+
+async def test_a_thousand_cancelled_requests_leave_nothing_behind(
+    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.0
+    for batch in range(20):
+        streams = [client.generate(request(f"{batch}/{index}", 100)) for index in range(50)]
+        tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+        await asyncio.sleep(0.002 * (batch % 5))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await assert_idle(loop, runner)
+    connection = client._connection
+    assert connection is not None
+    await until(lambda: len(connection.router) == 0 and not connection._submissions, "the client has let go, too")

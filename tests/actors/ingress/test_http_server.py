@@ -1,0 +1,111 @@
+"""The ingress's own HTTP server, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from minivllm.actors.ingress.http_server import HttpServer, PortInUseError
+from tests.conftest import free_port
+
+HOST = "127.0.0.1"
+
+
+class Slow:
+    """An application whose answer waits until it is told to come."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+        self.may_answer = asyncio.Event()
+
+    async def answer(self, request: Any) -> PlainTextResponse:
+        self.is_asked.set()
+        await self.may_answer.wait()
+        return PlainTextResponse("done")
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[Route("/slow", self.answer), Route("/quick", lambda request: PlainTextResponse("hi"))])
+
+
+def never() -> None:
+    raise AssertionError("no request had to be ended")
+
+
+async def opened(app: Any, port: int = 0) -> tuple[HttpServer, str]:
+    server = HttpServer(app, HOST, port)
+    await server.open(timeout_s=5)
+    return server, f"http://{HOST}:{server.port}"
+
+
+async def test_it_answers_from_when_it_is_open_until_it_is_closed() -> None:
+    server, url = await opened(Slow().app())
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{url}/quick")).text == "hi"
+        await server.close(never)  # the client's idle connection does not hold it up
+        with pytest.raises(httpx.ConnectError):
+            await client.get(f"{url}/quick")
+
+
+async def test_a_port_that_somebody_else_keeps_is_named() -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"http_port: {port} on {HOST} is in use"):
+            await HttpServer(Slow().app(), HOST, port).open(timeout_s=0.3)
+
+
+async def test_it_waits_for_the_one_before_it_to_leave_the_port() -> None:
+    first, url = await opened(Slow().app())
+    second = HttpServer(Slow().app(), HOST, first.port)
+    opening = asyncio.create_task(second.open(timeout_s=10))
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    await first.close(never)
+    await opening
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{url}/quick")).text == "hi"
+    await second.close(never)
+
+
+async def test_an_address_that_is_not_ours_fails_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(OSError, match="assign requested address"):
+        await HttpServer(Slow().app(), "203.0.113.1", free_port()).open(timeout_s=60)
+    assert time.monotonic() - began < 30
+
+
+async def test_running_requests_end_before_it_is_closed() -> None:
+    slow = Slow()
+    server, url = await opened(slow.app())
+    async with httpx.AsyncClient() as client:
+        running = asyncio.create_task(client.get(f"{url}/slow"))
+        await slow.is_asked.wait()
+        closing = asyncio.create_task(server.close(never))
+        await asyncio.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(f"{url}/quick")  # nobody new is let in
+        assert not closing.done()
+        slow.may_answer.set()
+        assert (await running).text == "done"
+        await closing
+
+
+async def test_requests_that_outlast_the_grace_are_ended_and_still_answered() -> None:
+    slow = Slow()
+    server, url = await opened(slow.app())
+    async with httpx.AsyncClient() as client:
+        running = asyncio.create_task(client.get(f"{url}/slow"))
+        await slow.is_asked.wait()
+        await server.close(slow.may_answer.set, grace_s=0.2)
+        assert (await running).text == "done"
+
+
+async def test_a_server_that_was_never_opened_can_be_closed() -> None:
+    await HttpServer(Slow().app(), HOST, 0).close(never)

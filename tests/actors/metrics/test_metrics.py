@@ -1,0 +1,248 @@
+"""What the Metrics actor keeps, how it is told, and how it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minivllm.actors.config import AppArgs
+from minivllm.actors.metrics.deployment import MetricsStore
+from minivllm.actors.metrics.prometheus import render_prometheus
+from minivllm.actors.metrics.publisher import SnapshotPublisher
+from minivllm.actors.openai.serving import service as openai_service
+from minivllm.actors.transport.latencies import Latencies
+from minivllm.actors.transport.messages import EngineSnapshot, Histogram
+from minivllm.core.errors import EngineDeadError
+from minivllm.core.stats import EngineStats
+from tests.actors.helpers import until
+
+
+def snapshot(number: int, *, engine: str = "a", started_at: float = 0.0, **stats: Any) -> EngineSnapshot:
+    return EngineSnapshot(
+        EngineStats(**stats), engine_id=engine, number=number, time=float(number), started_at=started_at
+    )
+
+
+def read(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+# ---- the store
+
+
+def test_a_late_snapshot_does_not_overwrite_a_newer_one() -> None:
+    store = MetricsStore(10)
+    store.record(snapshot(2, num_running=2))
+    store.record(snapshot(1, num_running=1))
+    assert store.current() == snapshot(2, num_running=2)
+    assert len(store.history()) == 1
+
+
+def test_a_failed_engine_does_not_overwrite_its_successor() -> None:
+    store = MetricsStore(10)
+    store.record(snapshot(7, engine="old", started_at=1.0))
+    store.record(snapshot(1, engine="new", started_at=2.0))
+    store.record(snapshot(8, engine="old", started_at=1.0))
+    current = store.current()
+    assert current is not None
+    assert current.engine_id == "new"
+
+
+def test_the_history_is_bounded_and_keeps_the_newest() -> None:
+    store = MetricsStore(5)
+    for number in range(100):
+        store.record(snapshot(number, num_free_blocks=number))
+    assert [point.num_free_blocks for point in store.history()] == [95, 96, 97, 98, 99]
+    assert [point.num_free_blocks for point in store.history(2)] == [98, 99]
+    assert store.history(0) == []
+
+
+def test_an_idle_hour_does_not_push_the_history_out() -> None:
+    store = MetricsStore(5)
+    store.record(snapshot(0, num_free_blocks=1, rejections={"watermark": 3}))
+    for number in range(1, 100):
+        store.record(snapshot(number, num_free_blocks=7))
+    points = store.history()
+    assert [(point.time, point.num_free_blocks) for point in points] == [(0.0, 1), (1.0, 7), (99.0, 7)]
+    assert points[0].rejections == {"watermark": 3}
+
+
+def test_a_new_store_knows_all_totals_after_one_snapshot() -> None:
+    told = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
+    store = MetricsStore(10)
+    store.record(pickle.loads(pickle.dumps(told)))
+    assert store.current() == told
+
+
+# ---- as text
+
+
+def test_the_text_says_what_the_snapshot_says() -> None:
+    stats = EngineStats(
+        num_free_blocks=90,
+        num_used_blocks=10,
+        num_total_blocks=100,
+        num_cached_blocks=4,
+        num_running=3,
+        num_waiting=2,
+        preemptions_total=5,
+        prefix_cache_hit_tokens_total=64,
+        rejections={"watermark": 7, "a new reason": 1},
+        finished={"stop": 11},
+    )
+    values = read(render_prometheus(EngineSnapshot(stats, model='a "model"\n', engine_id="x")))
+    assert values["minivllm_num_requests_running", ()] == 3
+    assert values["minivllm_num_requests_waiting", ()] == 2
+    states = {"free": 90, "used": 10, "total": 100, "cached": 4}
+    assert {state: values["minivllm_kv_blocks", (("state", state),)] for state in states} == states
+    rejections = "minivllm_block_admission_rejections_total"
+    assert values[rejections, (("reason", "watermark"),)] == 7
+    assert values[rejections, (("reason", "a new reason"),)] == 1
+    assert values[rejections, (("reason", "no_free_blocks"),)] == 0
+    assert values["minivllm_preemptions_total", ()] == 5
+    assert values["minivllm_prefix_cache_hit_tokens_total", ()] == 64
+    assert values["minivllm_samples_finished_total", (("reason", "stop"),)] == 11
+    assert values["minivllm_engine_up", ()] == 1
+
+
+def test_histograms_are_cumulative_and_exact() -> None:
+    histograms = Latencies.histograms()
+    for arrival in (0.0, 0.04):
+        latencies = Latencies(histograms, arrival)
+        latencies.tokens_arrived(0, 1, 0.06)
+        latencies.tokens_arrived(0, 3, 0.36)
+        latencies.request_ended(0.36)
+    values = read(render_prometheus(EngineSnapshot(EngineStats(), histograms=histograms)))
+    first = "minivllm_time_to_first_token_seconds"
+    assert values[f"{first}_bucket", (("le", "0.01"),)] == 0
+    assert values[f"{first}_bucket", (("le", "0.025"),)] == 1
+    assert values[f"{first}_bucket", (("le", "0.1"),)] == 2
+    assert values[f"{first}_bucket", (("le", "+Inf"),)] == values[f"{first}_count", ()] == 2
+    assert abs(values[f"{first}_sum", ()] - 0.08) < 1e-9
+    assert values["minivllm_inter_token_latency_seconds_count", ()] == 6
+    assert abs(values["minivllm_inter_token_latency_seconds_sum", ()] - 0.6) < 1e-9
+    assert values["minivllm_request_latency_seconds_count", ()] == 2
+
+
+def test_a_value_on_a_bound_counts_below_it() -> None:
+    histogram = Histogram.empty((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.5):
+        histogram.observe(value)
+    assert histogram.counts == [1, 2, 1]
+
+
+def test_a_dead_engine_and_none_at_all_are_down() -> None:
+    assert read(render_prometheus(None)) == {("minivllm_engine_up", ()): 0}
+    assert read(render_prometheus(EngineSnapshot(EngineStats(), is_dead=True)))["minivllm_engine_up", ()] == 0
+
+
+class Engine:
+    def __init__(self, failure: Exception | None) -> None:
+        self.failure = failure
+
+    async def info(self) -> str:
+        return "ready"
+
+    async def stats(self) -> EngineSnapshot:
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "silent"])
+async def test_metrics_of_an_engine_that_cannot_be_asked_are_the_last_known(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    async def last_known() -> EngineSnapshot:
+        return snapshot(3, generated_tokens_total=77)
+
+    monkeypatch.setattr(openai_service, "METRICS_TIMEOUT_S", 0.1)
+    tokenizer: Any = SimpleNamespace(vocab_size=0)
+    engine: Any = Engine(failure)
+    service = openai_service.GenerationService(engine, tokenizer, AppArgs(), last_known)
+    await service.ready()
+    values = read(render_prometheus(await service.last_snapshot()))
+    assert values["minivllm_generated_tokens_total", ()] == 77
+    assert values["minivllm_engine_up", ()] == 0
+
+
+# ---- how it is told
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self.got: list[int] = []
+        self.under_way = 0
+        self.attempts = 0
+        self.most_under_way = 0
+        self.open = asyncio.Event()
+        self.open.set()
+        self.broken = False
+
+    async def send(self, told: EngineSnapshot) -> None:
+        self.under_way += 1
+        self.attempts += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            await self.open.wait()
+            if self.broken:
+                raise ConnectionError("the actor is dead")
+            self.got.append(told.number)
+        finally:
+            self.under_way -= 1
+
+
+async def started(receiver: Receiver, **times: float) -> SnapshotPublisher:
+    publisher = SnapshotPublisher(receiver.send, lambda: snapshot(1000), **times)
+    publisher.start()
+    return publisher
+
+
+async def test_a_slow_receiver_gets_the_newest_and_never_two_at_once() -> None:
+    receiver = Receiver()
+    publisher = await started(receiver)
+    receiver.open.clear()
+    for number in range(50):
+        publisher.publish(snapshot(number))
+        await asyncio.sleep(0)
+    receiver.open.set()
+    await asyncio.sleep(0.05)
+    assert receiver.got[-1] == 49
+    assert len(receiver.got) == 2
+    assert receiver.most_under_way == 1
+    publisher.stop()
+
+
+async def test_a_receiver_that_was_dead_is_told_without_further_traffic() -> None:
+    receiver = Receiver()
+    publisher = await started(receiver, heartbeat_s=0.05)
+    receiver.broken = True
+    publisher.publish(snapshot(1))
+    await until(lambda: receiver.attempts > 1, "a second try")
+    assert receiver.got == []
+    receiver.broken = False
+    await until(lambda: bool(receiver.got), "a delivery")
+    assert set(receiver.got) == {1000}
+    publisher.stop()
+
+
+async def test_a_receiver_that_hangs_is_given_up_and_tried_again() -> None:
+    receiver = Receiver()
+    publisher = await started(receiver, heartbeat_s=0.05, timeout_s=0.05)
+    receiver.open.clear()
+    publisher.publish(snapshot(1))
+    await until(lambda: receiver.attempts > 1, "a second try")
+    receiver.open.set()
+    await until(lambda: 1000 in receiver.got, "a delivery")
+    assert receiver.most_under_way == 1
+    publisher.stop()

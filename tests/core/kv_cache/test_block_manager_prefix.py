@@ -1,0 +1,515 @@
+"""Prefix caching in the block manager: hits, publication, eviction order, collisions, salts, reset."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from minivllm.core.errors import NoFreeBlocksError
+from minivllm.core.kv_cache import block_pool
+from minivllm.core.kv_cache.block_manager import BlockManager
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import Sequence
+from tests.core.kv_cache.ledger import decode, free_order, make_sequence, prefill, snapshot
+
+SIZE = 4
+
+
+def caching_manager(num_blocks: int, block_size: int = SIZE, **options: Any) -> BlockManager:
+    return BlockManager(num_blocks, block_size, enable_prefix_caching=True, validate=True, **options)
+
+
+def hits(manager: BlockManager, prompt: list[int], **details: Any) -> int:
+    """Tokens that a new sequence of this prompt finds cached; leaves the manager as it was."""
+    twin = copy.deepcopy(manager)
+    probe = Sequence("probe", prompt, SamplingParams(), **details)
+    twin.allocate_for_prefill(probe, len(prompt))
+    twin.check_integrity()
+    return probe.cached_token_count
+
+
+def run_once(manager: BlockManager, request_id: str, prompt: list[int], **details: Any) -> Sequence:
+    sequence = Sequence(request_id, prompt, SamplingParams(), **details)
+    prefill(manager, sequence)
+    manager.free_sequence(sequence)
+    return sequence
+
+
+# What is found
+
+
+def test_second_pass_of_17_tokens_does_not_hit_16() -> None:
+    manager = caching_manager(8, 16)
+    prompt = list(range(17))
+    run_once(manager, "first", prompt)
+    second = Sequence("second", prompt, SamplingParams())
+    manager.allocate_for_prefill(second, 17)
+    assert second.cached_token_count == 16
+    assert len(second.block_table) == 2
+
+
+def test_second_pass_of_48_tokens_leaves_nothing_to_compute() -> None:
+    manager = caching_manager(8, 16)
+    prompt = list(range(48))
+    run_once(manager, "first", prompt)
+    assert sum(owner.state == "cached" for owner in manager.owners()) == 3
+    second = Sequence("second", prompt, SamplingParams())
+    manager.allocate_for_prefill(second, 48)
+    assert 32 <= second.cached_token_count <= 47
+    assert len(second.block_table) == 3
+    manager.check_integrity()
+    manager.mark_computed(second, 48)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_longest_cached_prefix_is_not_the_one_found(length: int) -> None:
+    """12 tokens cached; prompts that agree with them for `length` tokens and then go on differently."""
+    manager = caching_manager(8)
+    prompt = list(range(12))
+    run_once(manager, "first", prompt)
+    probe = [*prompt[:length], *range(100, 105)]
+    assert hits(manager, probe) == min(length, 12) // SIZE * SIZE
+
+
+def test_equal_block_after_another_prefix_is_a_hit() -> None:
+    manager = caching_manager(8)
+    run_once(manager, "first", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert hits(manager, [9, 9, 9, 9, 5, 6, 7, 8, 0]) == 0
+    assert hits(manager, [5, 6, 7, 8, 0]) == 0
+    assert hits(manager, [1, 2, 3, 4, 5, 6, 7, 9, 0]) == 4
+
+
+def test_generated_tokens_are_never_cached() -> None:
+    """A conversation's next turn begins with what was generated in the last one."""
+    manager = caching_manager(8)
+    sequence = Sequence("first", [1, 2, 3], SamplingParams())
+    prefill(manager, sequence)
+    for token in (4, 5, 6, 7, 8, 9):
+        decode(manager, sequence, token)
+    manager.free_sequence(sequence)
+    assert hits(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) == 8
+
+
+def test_preempted_sequence_does_not_find_its_own_blocks() -> None:
+    manager = caching_manager(8)
+    sequence = make_sequence("A", 10)
+    prefill(manager, sequence)
+    decode(manager, sequence, 1)
+    manager.free_sequence(sequence)
+    manager.allocate_for_prefill(sequence, 11)
+    assert sequence.cached_token_count == 8
+    assert sequence.block_table[:2] == [0, 1]
+
+
+def test_tail_that_is_not_a_full_block_is_a_hit() -> None:
+    manager = caching_manager(8)
+    run_once(manager, "first", [1, 2, 3, 4, 5, 6])
+    assert hits(manager, [1, 2, 3, 4, 5, 6, 7]) == 4
+
+
+def test_hits_are_looked_up_again_for_later_chunks() -> None:
+    """A table that is begun goes on with its own blocks, whatever has been cached meanwhile."""
+    manager = caching_manager(12)
+    prompt = list(range(12))
+    slow = Sequence("slow", prompt, SamplingParams())
+    prefill(manager, slow, 2)
+    run_once(manager, "fast", [*prompt, 50])
+    manager.allocate_for_prefill(slow, 12)
+    assert slow.cached_token_count == 2
+    manager.mark_computed(slow, 12)
+    manager.check_integrity()
+
+
+def test_first_chunk_that_ends_inside_the_hits_counts_more_than_it_covers() -> None:
+    manager = caching_manager(12)
+    prompt = list(range(12))
+    run_once(manager, "first", prompt)
+    second = Sequence("second", prompt, SamplingParams())
+    manager.allocate_for_prefill(second, 6)
+    assert len(second.block_table) == 2
+    assert second.cached_token_count < 6
+    manager.check_integrity()
+    manager.allocate_for_prefill(second, 12)
+    manager.mark_computed(second, 12)
+    manager.check_integrity()
+
+
+def test_cache_is_used_though_it_is_off() -> None:
+    manager = BlockManager(8, SIZE, validate=True)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt)
+    assert hits(manager, prompt) == 0
+    assert {owner.state for owner in manager.owners()} == {"free"}
+
+
+def test_prompt_logprobs_are_lost_to_a_hit() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt)
+    probe = Sequence("probe", prompt, SamplingParams(prompt_logprobs=0))
+    manager.allocate_for_prefill(probe, 9)
+    assert probe.cached_token_count == 0
+    assert not {0, 1} & set(probe.block_table)
+    manager.mark_computed(probe, 9)
+    manager.check_integrity()
+
+
+# When it is published
+
+
+def test_block_is_published_before_its_kv_is_written() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    first = Sequence("first", prompt, SamplingParams())
+    manager.allocate_for_prefill(first, 9)
+    assert hits(manager, prompt) == 0, "allocated, not computed"
+    manager.mark_computed(first, 7)
+    assert hits(manager, prompt) == 4, "the second block is not full yet"
+    manager.mark_computed(first, 8)
+    assert hits(manager, prompt) == 8
+
+
+def test_released_block_that_was_not_written_is_found() -> None:
+    """Aborted half way through its prefill: only what was computed stays."""
+    manager = caching_manager(8)
+    prompt = list(range(13))
+    first = Sequence("first", prompt, SamplingParams())
+    prefill(manager, first, 6)
+    manager.allocate_for_prefill(first, 13)
+    manager.free_sequence(first)
+    assert hits(manager, prompt) == 4
+    assert [owner.state for owner in manager.owners()].count("cached") == 1
+
+
+def test_two_equal_prompts_in_one_step_keep_two_copies() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(10))
+    one, two = (Sequence(name, prompt, SamplingParams()) for name in ("one", "two"))
+    manager.allocate_for_prefill(one, 10)
+    manager.allocate_for_prefill(two, 10)
+    assert one.block_table == [0, 1, 2]
+    assert two.block_table == [3, 4, 5]
+    manager.mark_computed(one, 10)
+    manager.check_integrity()
+    manager.mark_computed(two, 10)
+    manager.check_integrity()
+    assert one.block_table == [0, 1, 2]
+    assert two.block_table == [0, 1, 5]
+    assert manager.get_num_free_blocks() == 4
+    assert sorted(free_order(manager)) == [3, 4, 6, 7]
+    assert free_order(manager)[:2] == [6, 7]
+    owners = manager.owners()
+    assert sorted(owners[0].request_ids) == ["one", "two"]
+    assert [owners[block].state for block in (3, 4)] == ["free", "free"]
+    manager.free_sequence(one)
+    manager.check_integrity()
+    assert hits(manager, prompt) == 8
+    manager.free_sequence(two)
+    assert manager.get_num_free_blocks() == 8
+    assert [owner.state for owner in manager.owners()].count("cached") == 2
+
+
+# Sharing
+
+
+def test_shared_block_is_freed_with_its_first_holder() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    one = Sequence("one", prompt, SamplingParams())
+    prefill(manager, one)
+    two = Sequence("two", [*prompt[:8], 77], SamplingParams())
+    prefill(manager, two)
+    assert two.block_table == [0, 1, 3]
+    assert manager.get_num_free_blocks() == 4
+    manager.free_sequence(one)
+    assert manager.get_num_free_blocks() == 5
+    assert manager.owners()[0].state == "owned"
+    assert list(manager.owners()[0].request_ids) == ["two"]
+    manager.check_integrity()
+    manager.free_sequence(two)
+    assert manager.get_num_free_blocks() == 8
+
+
+def test_hits_that_others_hold_are_counted_as_needed() -> None:
+    """Five blocks, three in use: a prompt of four blocks, two of them shared with the holder, fits."""
+    manager = caching_manager(5)
+    holder = make_sequence("holder", 9)
+    prefill(manager, holder)
+    prompt = [*holder.prompt_token_ids[:8], *range(8)]
+    newcomer = Sequence("new", prompt, SamplingParams())
+    assert not manager.can_allocate(16), "hits unknown"
+    assert manager.can_admit(newcomer), "hits known"
+    prefill(manager, newcomer)
+    assert manager.get_num_free_blocks() == 0
+    manager.check_integrity()
+
+
+def test_evictable_hits_are_counted_as_free_twice() -> None:
+    """Two free blocks, both hits of the newcomer: they cannot also hold its third and fourth."""
+    manager = caching_manager(4)
+    cached = run_once(manager, "cached", list(range(8)))
+    prefill(manager, make_sequence("running", 8))
+    assert manager.get_num_free_blocks() == 2
+    newcomer = Sequence("new", [*cached.prompt_token_ids, 1, 2, 3], SamplingParams())
+    assert not manager.can_admit(newcomer)
+    before = snapshot(manager, [newcomer])
+    with pytest.raises(NoFreeBlocksError):
+        manager.allocate_for_prefill(newcomer, 11)
+    assert snapshot(manager, [newcomer]) == before
+    assert hits(manager, [*cached.prompt_token_ids[:4], 9]) == 4, "a failed allocation evicts nothing"
+
+
+def test_full_hit_that_gives_up_its_last_block_is_refused() -> None:
+    """Eight cached tokens fill the pool: four are hit, the last block is recomputed in its own place."""
+    manager = caching_manager(2)
+    prompt = list(range(8))
+    run_once(manager, "first", prompt)
+    second = Sequence("second", prompt, SamplingParams())
+    assert manager.can_admit(second)
+    manager.allocate_for_prefill(second, 8)
+    assert 4 <= second.cached_token_count <= 7
+    manager.mark_computed(second, 8)
+    manager.check_integrity()
+    manager.free_sequence(second)
+    assert hits(manager, [*prompt[:4], 9]) == 4
+
+
+def test_failed_allocation_changes_reference_counts_or_the_free_order() -> None:
+    manager = caching_manager(8)
+    cached = run_once(manager, "cached", list(range(12)))
+    holder = Sequence("holder", [*range(4), 50, 51], SamplingParams())
+    prefill(manager, holder)
+    other = make_sequence("other", 7)
+    prefill(manager, other)
+    newcomer = Sequence("new", [*range(12), *range(60, 80)], SamplingParams())
+    before = snapshot(manager, [cached, holder, other, newcomer])
+    for _ in range(2):
+        with pytest.raises(NoFreeBlocksError):
+            manager.allocate_for_prefill(newcomer, 32)
+        with pytest.raises(NoFreeBlocksError):
+            manager.allocate_blocks(6)
+    assert snapshot(manager, [cached, holder, other, newcomer]) == before
+    assert hits(manager, [*range(12), 99]) == 12
+    manager.check_integrity()
+
+
+# Orders
+
+
+def test_cached_blocks_are_reused_before_the_others_or_parents_before_children() -> None:
+    """Two sequences of three full blocks and a part of one are freed: first the parts, then the deepest cached."""
+    manager = caching_manager(8)
+    one, two = make_sequence("one", 14), make_sequence("two", 15)
+    prefill(manager, one)
+    prefill(manager, two)
+    assert (one.block_table, two.block_table) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    manager.free_sequence(one)
+    manager.free_sequence(two)
+    assert free_order(manager) == [3, 7, 2, 1, 0, 6, 5, 4]
+    assert manager.allocate_blocks(8) == [3, 7, 2, 1, 0, 6, 5, 4]
+
+
+def test_order_of_release_is_not_the_order_of_eviction() -> None:
+    manager = caching_manager(8)
+    one, two = make_sequence("one", 14), make_sequence("two", 15)
+    prefill(manager, one)
+    prefill(manager, two)
+    manager.free_sequence(two)
+    manager.free_sequence(one)
+    assert manager.allocate_blocks(8) == [7, 3, 6, 5, 4, 2, 1, 0]
+
+
+def test_hit_does_not_renew_a_block() -> None:
+    """Least recently used first: the older prefix was used again, so the younger one goes first."""
+    manager = caching_manager(6)
+    old, young = list(range(10, 19)), list(range(30, 39))
+    run_once(manager, "old", old)
+    run_once(manager, "young", young)
+    assert free_order(manager) == [2, 5, 1, 0, 4, 3]
+    run_once(manager, "again", old)
+    assert free_order(manager) == [5, 2, 4, 3, 1, 0]
+
+
+def test_asking_for_admission_renews_a_block() -> None:
+    manager = caching_manager(6)
+    old, young = list(range(10, 18)), list(range(30, 38))
+    run_once(manager, "old", old)
+    run_once(manager, "young", young)
+    before = free_order(manager)
+    assert manager.can_admit(Sequence("new", [*old, 1], SamplingParams()))
+    assert free_order(manager) == before
+
+
+def test_evicted_block_is_still_found() -> None:
+    manager = caching_manager(4)
+    prompt = list(range(12))
+    run_once(manager, "first", prompt)
+    [unhashed] = manager.allocate_blocks(1)
+    assert unhashed == 3
+    assert manager.allocate_blocks(1) == [2], "the deepest goes first"
+    manager.check_integrity()
+    manager.free_blocks([2, 3])
+    assert hits(manager, [*prompt, 99]) == 8
+    manager.allocate_blocks(3)
+    manager.check_integrity()
+    assert [owner.state for owner in manager.owners()].count("cached") == 1
+
+
+def test_blocks_freed_by_hand_keep_a_prefix_they_no_longer_hold() -> None:
+    manager = caching_manager(3)
+    run_once(manager, "first", list(range(12)))
+    blocks = manager.allocate_blocks(3)
+    manager.free_blocks(blocks)
+    assert free_order(manager) == blocks
+    assert {owner.state for owner in manager.owners()} == {"free"}
+    manager.check_integrity()
+
+
+def test_unhashed_blocks_that_come_free_later_wait_behind_cached_ones() -> None:
+    manager = caching_manager(6)
+    run_once(manager, "cached", list(range(8)))
+    blocks = manager.allocate_blocks(4)
+    manager.free_blocks(blocks)
+    assert free_order(manager) == [*blocks, 1, 0]
+
+
+# Collisions and salts
+
+
+@pytest.fixture
+def constant_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_pool, "hash_block", lambda *_, **__: b"the same for all")
+
+
+def test_collision_serves_the_kv_of_another(constant_hash: None) -> None:
+    manager = caching_manager(16)
+    run_once(manager, "first", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert hits(manager, [9, 8, 7, 6, 5, 4, 3, 2, 1]) == 0
+    assert hits(manager, [9, 8, 7, 6, 5, 6, 7, 8, 1]) == 0
+    assert hits(manager, [1, 2, 3, 4, 9, 9, 9, 9, 9]) <= 4
+    second = Sequence("second", [9, 8, 7, 6, 1, 2, 3, 4, 5], SamplingParams())
+    prefill(manager, second)
+    manager.check_integrity()
+    manager.free_sequence(second)
+    third = Sequence("third", [1, 2, 3, 4, 1, 2, 3, 4, 5], SamplingParams())
+    prefill(manager, third)
+    assert third.block_table[0] != third.block_table[1], "a block was taken for the next one of the same tokens"
+    manager.check_integrity()
+    manager.free_sequence(third)
+    assert manager.get_num_free_blocks() == 16
+
+
+def test_repeating_block_is_found_at_the_wrong_place_under_a_collision(constant_hash: None) -> None:
+    """Blocks X X X with one hash for all: each stands for another prefix, and only the first can be X alone."""
+    manager = caching_manager(16)
+    block = [7, 7, 7, 7]
+    run_once(manager, "first", block * 3)
+    assert hits(manager, [*block * 3, 1]) in (0, 4)
+    probe = Sequence("probe", [*block * 2, 1], SamplingParams())
+    prefill(manager, probe)
+    assert len(set(probe.block_table)) == 3
+    manager.check_integrity()
+
+
+def test_collision_serves_another_salt(constant_hash: None) -> None:
+    manager = caching_manager(16)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt, cache_salt="tenant one")
+    assert hits(manager, prompt, cache_salt="tenant two") == 0
+    assert hits(manager, prompt) == 0
+
+
+def test_salts_share_blocks() -> None:
+    manager = caching_manager(16)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt, cache_salt="one")
+    assert hits(manager, prompt, cache_salt="one") == 8
+    assert hits(manager, prompt, cache_salt="two") == 0
+    assert hits(manager, prompt, cache_salt="") == 0
+    assert hits(manager, prompt) == 0
+    run_once(manager, "second", prompt)
+    assert hits(manager, prompt) == 8
+    assert hits(manager, prompt, cache_salt="two") == 0
+    assert hits(manager, prompt, cache_salt="") == 0
+
+
+def test_salt_and_tokens_can_be_confused() -> None:
+    """The salt must not be readable as the first tokens: bytes of one must never make the bytes of the other."""
+    manager = caching_manager(16)
+    run_once(manager, "first", list(range(9)), cache_salt="a")
+    shifted = [int.from_bytes(b"a".ljust(8, b"\0"), "little"), *range(8)]
+    assert hits(manager, shifted) == 0
+
+
+@pytest.mark.parametrize("salt", ["\ud800", "\0", "s" * 10_000, "ü 漢"])
+def test_odd_salt_breaks_the_hash(salt: str) -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt, cache_salt=salt)
+    assert hits(manager, prompt, cache_salt=salt) == 8
+    assert hits(manager, prompt, cache_salt=salt + "x") == 0
+
+
+def test_hash_can_be_computed_outside_the_process() -> None:
+    """Keyed per process: two processes hash the same block differently."""
+    code = "from minivllm.core.kv_cache.block_pool import hash_block; print(hash_block(None, [1, 2, 3, 4], None))"
+    digests = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    assert len(digests) == 2
+
+
+def test_hash_does_not_depend_on_everything_it_stands_for() -> None:
+    base = (None, [1, 2, 3, 4], None)
+    variants = [
+        base,
+        (None, [1, 2, 3, 5], None),
+        (None, [4, 3, 2, 1], None),
+        (None, [1, 2, 3, 4], "salt"),
+        (None, [1, 2, 3, 4], ""),
+        (block_pool.hash_block(*base), [1, 2, 3, 4], None),
+        (block_pool.hash_block(None, [1, 2, 3, 4], "salt"), [1, 2, 3, 4], None),
+    ]
+    digests = [block_pool.hash_block(*variant) for variant in variants]
+    assert len(set(digests)) == len(variants)
+    assert digests == [block_pool.hash_block(*variant) for variant in variants]
+
+
+# Reset
+
+
+def test_reset_takes_blocks_from_under_a_sequence() -> None:
+    manager = caching_manager(8)
+    sequence = make_sequence("A", 9)
+    run_once(manager, "other", list(range(9)))
+    prefill(manager, sequence)
+    before = snapshot(manager, [sequence])
+    assert manager.reset_prefix_cache() is False
+    assert snapshot(manager, [sequence]) == before
+    assert hits(manager, list(range(9))) == 8, "nothing changed"
+
+
+def test_reset_forgets_too_little() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    run_once(manager, "first", prompt)
+    partial = make_sequence("partial", 3)
+    prefill(manager, partial)
+    assert manager.reset_prefix_cache() is True, "a sequence without a cached block is not in the way"
+    assert hits(manager, prompt) == 0
+    assert manager.get_num_free_blocks() == 7
+    assert {owner.state for owner in manager.owners()} == {"free", "owned"}
+    manager.check_integrity()
+    run_once(manager, "second", prompt)
+    assert hits(manager, prompt) == 8, "caching goes on after a reset"
+
+
+def test_reset_of_an_empty_cache_fails() -> None:
+    assert caching_manager(2).reset_prefix_cache() is True
+    assert BlockManager(2, SIZE).reset_prefix_cache() is True

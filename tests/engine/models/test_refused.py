@@ -1,0 +1,184 @@
+"""What an architecture needs and we lack is refused by name when it loads, never served wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV3Config,
+    GptOssConfig,
+    GraniteConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    Starcoder2Config,
+    T5Config,
+)
+
+from minivllm.core.attention.reference import ReferenceBackend
+from minivllm.core.config import EngineConfig
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.models import support as architecture
+from minivllm.core.models.lm_head import LogitsHead
+from minivllm.core.models.loader import load_model
+from minivllm.core.worker import self_check
+from minivllm.core.worker.model_runner import ModelRunner
+from tests.engine.running import WatchedRun, greedy
+from tests.engine.tiny_models import VOCAB_SIZE, reference_logits, reference_model, save_tiny
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def dummy(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "load_format": "dummy",
+            "dtype": "float32",
+            "device": "cpu",
+            "num_threads": 1,
+            "block_size": 4,
+            "num_blocks": 20,
+            **settings,
+        }
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "encoder": (lambda: T5Config(vocab_size=VOCAB_SIZE), "an encoder"),
+    "later tokens": (lambda: BertConfig(vocab_size=VOCAB_SIZE), "attention to later tokens"),
+    "recurrent": (lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2), "linear_attention"),
+    "hybrid": (lambda: JambaConfig(**TINY), "linear_attention"),
+    "gated delta net": (lambda: Qwen3NextConfig(**TINY), "linear_attention"),
+    "chunked attention": (lambda: Llama4TextConfig(**TINY), "chunked_attention"),
+    "MLA": (lambda: DeepseekV3Config(**{**TINY, "num_key_value_heads": 6}), "multi-head latent attention"),
+    "own attention": (
+        lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6),
+        "its own attention code",
+    ),
+    "sinks": (lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9), "attention sinks"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_architecture_that_needs_what_we_lack_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make_config, lacking = REFUSED[kind]
+    config = make_config()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=rf"{config.model_type}.*cannot be served: it needs .*{lacking}"):
+        load_model(dummy(tmp_path))
+
+
+def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    config = Phi3Config(**TINY, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=64)
+    save_tiny(config, tmp_path)
+    settings = {"load_format": "auto", "max_num_batched_tokens": 16}
+    with pytest.raises(ValueError, match="the largest possible is 64"):
+        WatchedRun(dummy(tmp_path, max_model_len=65, **settings))
+    run = WatchedRun(dummy(tmp_path, **settings))
+    assert run.engine.config.max_model_len == 64
+    prompt = list(range(40))
+    run.add("r", prompt, greedy(24))
+    run.run()
+    expected = reference_logits(reference_model(tmp_path), prompt + run.tokens["r"])[39:-1]
+    torch.testing.assert_close(torch.stack(run.logits["r"]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rotary_frequencies_that_follow_the_longest_of_a_batch_end_with_the_trained_context(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    LlamaConfig(**TINY, rope_parameters=rope).save_pretrained(tmp_path)
+    assert load_model(dummy(tmp_path)).max_model_len == 256
+
+
+UNPROVEN: dict[str, Callable[[], PreTrainedConfig]] = {
+    "cohere": lambda: CohereConfig(**TINY, logit_scale=0.3),
+    "cohere2": lambda: Cohere2Config(**TINY, sliding_window=3),
+    "granite": lambda: GraniteConfig(**TINY, logits_scaling=3.0, attention_multiplier=0.3),
+    "starcoder2": lambda: Starcoder2Config(**TINY, sliding_window=3),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVEN)
+def test_a_model_type_without_tests_of_its_own_is_compared_with_transformers_and_then_served(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    UNPROVEN[name]().save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        ModelRunner(dummy(tmp_path))
+    assert "compared with transformers on 16 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cohere2", "starcoder2"])
+def test_the_comparison_finds_a_window_that_is_not_applied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UNPROVEN[name]().save_pretrained(tmp_path)
+    forward = ReferenceBackend.forward
+    monkeypatch.setattr(
+        ReferenceBackend, "forward", lambda *args, **kwargs: forward(*args, **{**kwargs, "sliding_window": None})
+    )
+    with pytest.raises(
+        ModelLoadError, match=f"{name}.*cannot be served: it needs something that paged attention lacks"
+    ):
+        ModelRunner(dummy(tmp_path, attention_backend="reference"))
+
+
+def test_a_treatment_of_the_logits_that_is_not_known_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UNPROVEN["granite"]().save_pretrained(tmp_path)
+    monkeypatch.setattr(LogitsHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
+    with pytest.raises(ModelLoadError, match=r"granite.*a treatment of its logits"):
+        load_model(dummy(tmp_path))
+
+
+def test_a_window_that_its_layer_type_denies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model hides its window in the mask, and masks do not reach us."""
+    Starcoder2Config(**TINY, sliding_window=3).save_pretrained(tmp_path)
+    found = load_model(dummy(tmp_path)).layers
+    config = Starcoder2Config(**TINY, layer_types=["full_attention"] * 3)
+    lacking = architecture._unlike(dict(enumerate(found)), config)
+    assert lacking is not None
+    assert "a sliding window that does not reach" in lacking
+
+
+def test_a_model_that_the_pool_is_too_small_to_compare_is_still_said_to_be_unproven(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    UNPROVEN["granite"]().save_pretrained(tmp_path)
+    ModelRunner(dummy(tmp_path, num_blocks=2))
+    assert "not compared with transformers" in caplog.text
+
+
+def test_every_proven_model_type_is_among_the_tested_ones() -> None:
+    from tests.engine.tiny_models import TINY as PROVEN
+
+    assert {make_config().model_type for make_config in PROVEN.values()} == self_check.PROVEN_MODEL_TYPES

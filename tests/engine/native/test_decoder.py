@@ -1,0 +1,320 @@
+"""The decoder in C++ against transformers in float32, for each kind of model it takes, and what falls back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from minivllm.core import native
+from minivllm.core.config import EngineConfig
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.models import backbone as model_body
+from minivllm.core.native.packing import NumberFormat, apply, check_tiles, pack
+from minivllm.core.native.workspace import Workspace
+from tests.engine.native.portable_library import library_with_tiles, portable_library
+from tests.engine.running import WatchedRun, greedy
+from tests.engine.tiny_models import TINY, reference_logits, reference_model, save_tiny
+
+PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 40)), "c": [9], "d": list(range(60, 20, -1))}
+LLAMA_LIKE = [
+    "llama",
+    "llama-multi-query",
+    "qwen2",
+    "qwen2-window-in-upper-layers",
+    "qwen3",
+    "mistral",
+    "mistral-window",
+]
+# Of the logits' norm. In bfloat16 transformers itself is at 2e-2 to 4e-2 on these models.
+TOLERANCE = {None: 1.8e-2, "int8": 1.5e-1}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("native")
+    return {name: save_tiny(make_config(), root / name) for name, make_config in TINY.items()}
+
+
+def settings(folder: Path, **changes: object) -> EngineConfig:
+    values = {
+        "model": str(folder),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "num_threads": 2,
+        "block_size": 16,
+        "num_blocks": 40,
+        "max_num_batched_tokens": 17,
+    }
+    return EngineConfig(**{**values, **changes})
+
+
+def largest_error(run: WatchedRun, folder: Path) -> float:
+    """Of the logits of every token that was sampled, against float32 on the same (bfloat16) weights."""
+    reference = reference_model(folder, torch.bfloat16).float()
+    worst = 0.0
+    for request_id, prompt in PROMPTS.items():
+        wanted = reference_logits(reference, prompt + run.tokens[request_id])[len(prompt) - 1 : -1]
+        got = torch.stack(run.logits[request_id])
+        worst = max(worst, float((got - wanted).norm() / wanted.norm()))
+    return worst
+
+
+def run_prompts(config: EngineConfig) -> WatchedRun:
+    run = WatchedRun(config)
+    for request_id, prompt in PROMPTS.items():
+        run.add(request_id, prompt, greedy(10))
+    run.run()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [(name, None) for name in LLAMA_LIKE] + [("qwen2", "int8"), ("qwen3", "int8")]
+)
+def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
+    run = run_prompts(settings(folders[name], quantization=quantization))
+    has_integer_dot = native.library().minivllm_has_integer_dot()
+    assert run.engine.model_runner.body.name == "native" or (quantization and not has_integer_dot)
+    assert largest_error(run, folders[name]) < TOLERANCE[quantization]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cpu_without_extensions_computes_something_else(quantization, folders, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
+    run = run_prompts(settings(folders["qwen3"], quantization=quantization))
+    # 8 bits need the CPU's integer units; torch has its own way.
+    assert run.engine.model_runner.body.name == ("native" if quantization is None else "transformers")
+    assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
+
+
+def test_8_bits_of_a_model_in_float32(folders):
+    run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
+    assert run.engine.model_runner.body.name == "native" or not native.library().minivllm_has_integer_dot()
+    assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_small_blocks_confuse_the_decoder(block_size, folders):
+    run = run_prompts(settings(folders["qwen3"], block_size=block_size, num_blocks=400))
+    assert largest_error(run, folders["qwen3"]) < TOLERANCE[None]
+
+
+def test_biases_of_all_projections_are_forgotten(tmp_path):
+    config = LlamaConfig(
+        **{**TINY["llama"]().to_dict(), "attention_bias": True, "mlp_bias": True, "architectures": None}
+    )
+    save_tiny(config, tmp_path)
+    model = reference_model(tmp_path)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    run = run_prompts(settings(tmp_path))
+    assert run.engine.model_runner.body.name == "native"
+    assert largest_error(run, tmp_path) < TOLERANCE[None]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("gemma2", None), ("phi3", None), ("gpt2", None), ("olmo2", None), ("phi3", "int8")]
+)
+def test_other_models_lose_their_meaning_to_packed_projections(name, quantization, folders):
+    run = run_prompts(settings(folders[name], quantization=quantization))
+    assert run.engine.model_runner.body.name == "transformers"
+    assert largest_error(run, folders[name]) < (3e-2 if quantization is None else 2.5e-1)
+
+
+def test_compile_off_still_uses_the_native_decoder(folders):
+    run = run_prompts(settings(folders["llama"], compile="off"))
+    assert run.engine.model_runner.body.name == "transformers"
+    assert largest_error(run, folders["llama"]) < 3e-2
+
+
+def test_without_a_compiler_nothing_works(folders, monkeypatch):
+    """Neither the decoder nor the attention nor 8 bits may need the library."""
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
+    for quantization in (None, "int8"):
+        run = run_prompts(settings(folders["llama"], quantization=quantization))
+        assert run.engine.model_runner.attention.name != "native"
+        assert largest_error(run, folders["llama"]) < (3e-2 if quantization is None else 1.5e-1)
+
+
+def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
+    from minivllm.core.native import build
+
+    build._load.cache_clear()
+    broken = tmp_path / "compiler"
+    broken.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    try:
+        assert build.library() is None
+        assert "no space left" in str(build.why_not())
+    finally:
+        build._load.cache_clear()
+
+
+LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2, NumberFormat.BFLOAT16: 4e-3}
+
+
+@pytest.mark.parametrize("make_library", [native.library, library_with_tiles], ids=["this CPU", "with tiles"])
+def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
+    """Products of many sizes, more threads than cores, every number format, against float64."""
+    library = make_library()
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((1, 1, 4, 1), (2, 13, 64, 97), (1, 16, 192, 32), (2, 33, 128, 65), (5, 97, 36, 64), (3, 200, 576, 33))
+    formats = [NumberFormat.FLOAT]
+    if library.minivllm_has_integer_dot():
+        formats += [NumberFormat.INT16, NumberFormat.INT8]
+    if library.minivllm_has_tiles():
+        formats += [NumberFormat.BFLOAT16]
+    try:
+        for threads, rows, depth, width in sizes:
+            torch.set_num_threads(threads)
+            weight = torch.randn(width, depth, generator=generator).bfloat16().float()
+            bias = torch.randn(width, generator=generator)
+            states = torch.randn(rows, depth, generator=generator) * torch.rand(rows, 1, generator=generator) * 50
+            wanted = states.double() @ weight.double().T + bias
+            for number_format in formats:
+                packed = pack(library, weight, bias, number_format)
+                got = apply(library, Workspace(library), packed, states)
+                error = float((got - wanted).norm() / wanted.norm())
+                assert error < LIMITS[number_format], (threads, rows, depth, width, number_format, error)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_thread_sleeps_through_the_end_of_a_stage():
+    """More threads than cores, and pieces so long that whoever waits for the last of them goes to sleep."""
+    library = native.library()
+    before = torch.get_num_threads()
+    states, weight = torch.randn(48, 1024), torch.randn(2048, 1024)
+    try:
+        torch.set_num_threads(6)
+        workspace, packed = Workspace(library), pack(library, weight, None, NumberFormat.FLOAT)
+        first = apply(library, workspace, packed, states)
+        assert all(torch.equal(apply(library, workspace, packed, states), first) for _ in range(100))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
+    assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
+    run = run_prompts(settings(folders["qwen3"], quantization=quantization))
+    assert run.engine.model_runner.body.name == "native" or quantization
+    assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
+
+
+def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
+    class Broken:
+        """Offers a unit, and all its products come out as nothing."""
+
+        forbidden = False
+
+        def __getattr__(self, name):
+            return getattr(library_with_tiles(), name)
+
+        def minivllm_linear(self, *arguments):
+            pass
+
+        def minivllm_forbid_tiles(self):
+            self.forbidden = True
+
+    broken = Broken()
+    check_tiles(broken)
+    assert broken.forbidden
+    assert "matrix unit" in caplog.text
+    check_tiles(library_with_tiles())
+    assert library_with_tiles().minivllm_has_tiles()
+
+
+def test_sums_in_16_bits_overflow():
+    """The worst there is: all weights and all activations at their limits, and outliers among small ones."""
+    library = native.library()
+    assert library is not None
+    if not library.minivllm_has_integer_dot():
+        assert model_body.number_format_for(torch.bfloat16, None) is not NumberFormat.INT16
+        return
+    outliers = torch.full((2, 4096), 0.3)
+    outliers[:, 7] = 30.0
+    for weight, states in (
+        (torch.ones(32, 4096), torch.ones(3, 4096)),
+        (-torch.ones(32, 4096), torch.ones(3, 4096)),
+        (torch.ones(32, 4096), outliers),
+        (torch.zeros(32, 4096), torch.zeros(1, 4096)),
+    ):
+        packed = pack(library, weight, None, NumberFormat.INT16)
+        got = apply(library, Workspace(library), packed, states)
+        wanted = states.double() @ weight.double().T
+        assert torch.allclose(got.double(), wanted, rtol=3e-3, atol=1e-9), (got[0, 0], wanted[0, 0])
+
+
+def test_results_depend_on_what_else_runs():
+    """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
+    library = library_with_tiles()
+    generator = torch.Generator().manual_seed(0)
+    formats = [NumberFormat.BFLOAT16, *([NumberFormat.INT16] if library.minivllm_has_integer_dot() else [])]
+    for number_format in formats:
+        packed = pack(library, torch.randn(96, 128, generator=generator), None, number_format)
+        states = torch.randn(50, 128, generator=generator)
+        together = apply(library, Workspace(library), packed, states)
+        alone = torch.cat([apply(library, Workspace(library), packed, row) for row in states.split(1)])
+        assert torch.equal(together, alone)
+
+
+def test_quantization_on_a_device_without_it_is_ignored(folders):
+    config = settings(folders["llama"], quantization="int8")
+
+    class OnCuda:
+        device = torch.device("cuda")
+
+    with pytest.raises(ModelLoadError, match="quantization"):
+        model_body.choose_body(config, OnCuda(), None, None, 10)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantization, folders):
+    config = settings(folders["llama"], quantization=quantization)
+    expected = run_prompts(config)
+    torch.set_default_dtype(default)
+    try:
+        found = run_prompts(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.tokens == expected.tokens
+
+
+def test_models_loaded_by_two_threads_overwrite_each_others_memory(folders):
+    """In a process of its own: it once ended with `free(): invalid pointer`."""
+    program = f"""
+import threading
+from minivllm import EngineConfig, LLMEngine, SamplingParams
+
+config = EngineConfig(model={str(folders["llama"])!r}, dtype="bfloat16", device="cpu", num_blocks=64)
+found = []
+
+def run():
+    for _ in range(3):
+        engine, tokens = LLMEngine(config), []
+        engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            tokens += [output.new_token_ids for output in engine.step()]
+        found.append(tokens)
+
+threads = [threading.Thread(target=run) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == 6 and all(one == found[0] for one in found), found
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,132 @@
+"""The memory of the KV pool is there before requests need it, and nobody notices how it came."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
+from minivllm.core.native import library
+from minivllm.core.native.prefault import PageToucher
+from minivllm.core.worker import memory_profiling as memory
+
+SPEC = KVCacheSpec(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
+BLOCK_BYTES = SPEC.block_bytes
+CPU = torch.device("cpu")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def has_library() -> None:
+    assert library() is not None, "these tests need the C++ library"
+
+
+def pool_of(mebibytes: int) -> KVCachePool:
+    return KVCachePool(SPEC, mebibytes * 2**20 // BLOCK_BYTES, CPU)
+
+
+def started(pool: KVCachePool) -> PageToucher:
+    toucher = PageToucher.start(pool)
+    assert toucher is not None
+    return toucher
+
+
+def resident_share(tensor: torch.Tensor) -> float:
+    """Share of a tensor's pages that the system has given memory to, by its page table."""
+    first = tensor.data_ptr() // PAGE_BYTES
+    last = -(-(tensor.data_ptr() + tensor.numel() * tensor.element_size()) // PAGE_BYTES)
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(first * 8)
+        entries = np.frombuffer(file.read((last - first) * 8), dtype=np.uint64)
+    assert len(entries) == last - first
+    return float(((entries >> np.uint64(63)) == 1).mean())  # the highest bit: present
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_step_waits_for_the_system_to_find_memory() -> None:
+    pool = pool_of(64)
+    assert resident_share(pool.tensor) < 0.1
+    started(pool).wait()
+    assert resident_share(pool.tensor) == 1.0
+
+
+def test_keys_written_meanwhile_are_lost() -> None:
+    pool = pool_of(256)
+    toucher = started(pool)
+    rounds = 0
+    while not toucher.is_done() or rounds == 0:
+        value = float(rounds % 100)
+        pool.tensor[:, :, :, 0, 0, :8] = value
+        assert bool((pool.tensor[:, :, :, 0, 0, :8] == value).all())
+        rounds += 1
+    pool.tensor.fill_(3.0)
+    started(pool).wait()
+    assert bool((pool.tensor == 3.0).all())
+
+
+def test_a_pool_that_is_gone_is_still_written_to() -> None:
+    threads = num_threads()
+    pool = pool_of(2048)
+    toucher = started(pool)
+    assert num_threads() == threads + 1
+    begun = time.monotonic()
+    del pool
+    assert time.monotonic() - begun < 5.0
+    assert toucher.is_done()
+    assert num_threads() == threads
+
+
+def test_a_machine_without_a_compiler_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.core.native.prefault.library", lambda: None)
+    assert PageToucher.start(pool_of(1)) is None
+
+
+def test_a_pool_as_large_as_the_memory_gets_somebody_killed(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    pool = pool_of(64)
+    monkeypatch.setattr("minivllm.core.native.prefault.available_bytes", lambda: 70 * 2**20)
+    assert PageToucher.start(pool) is None
+    assert "it gets them as it needs them" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "unlimited"),
+    [
+        ("0::/a/b", "/sys/fs/cgroup/a", ("memory.max", "memory.current", "inactive_file"), "max"),
+        (
+            "4:cpu,memory:/a/b",
+            "/sys/fs/cgroup/memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            str(2**62),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_limit_of_the_control_group_is_not_seen(line, folder, names, unlimited, monkeypatch) -> None:
+    limit, usage, cache = names
+    files = {
+        "/proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB\n",
+        "/proc/self/cgroup": f"1:cpuset:/x\n{line}\n",
+        f"{folder}/{limit}": "2000000\n",
+        f"{folder}/{usage}": "1500000\n",
+        f"{folder}/memory.stat": f"anon 1\n{cache} 300000\n",
+    }
+
+    def read(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert memory.available_bytes() == 800_000
+    files[f"{folder}/{limit}"] = unlimited
+    assert memory.available_bytes() == 3_072_000
+    del files["/proc/meminfo"]
+    assert memory.available_bytes() is None

@@ -1,0 +1,94 @@
+"""The arrays of block tables that are kept between steps are those of the tables, whatever happened to them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.scheduler.scheduler import ScheduledSequence
+from minivllm.core.sequence import Sequence
+from minivllm.core.worker.block_table import BlockTableRows
+
+BLOCK_SIZE = 4
+PADDING = 999
+
+
+def plain(scheduled: list[ScheduledSequence]) -> np.ndarray:
+    counts = [-(-one.end // BLOCK_SIZE) for one in scheduled]
+    rows = [
+        one.sequence.block_table[:count] + [PADDING] * (max(counts) - count)
+        for one, count in zip(scheduled, counts, strict=True)
+    ]
+    return np.array(rows)
+
+
+class Life:
+    """A sequence whose table grows, is swapped as `mark_computed` may, is preempted, and ends."""
+
+    def __init__(self, request_id: str, rng: random.Random) -> None:
+        self.rng = rng
+        self.sequence = Sequence(request_id, [1], SamplingParams())
+        self.computed = 0
+
+    def schedule(self) -> ScheduledSequence:
+        end = self.computed + self.rng.choice([1, 1, 1, 3, 9])
+        table = self.sequence.block_table
+        while len(table) * BLOCK_SIZE < end:
+            table.append(self.rng.randrange(900))
+        return ScheduledSequence(self.sequence, self.computed, end, True)
+
+    def complete(self, scheduled: ScheduledSequence) -> None:
+        for index in range(scheduled.start // BLOCK_SIZE, scheduled.end // BLOCK_SIZE):
+            if self.rng.random() < 0.3:
+                self.sequence.block_table[index] = self.rng.randrange(900)
+        self.computed = scheduled.end
+
+    def preempt(self) -> None:
+        """And admitted again with a prefix from the cache, which may end exactly where it stood before."""
+        self.sequence.num_preemptions += 1
+        self.sequence.block_table.clear()
+        self.computed = self.rng.choice([0, self.computed // BLOCK_SIZE * BLOCK_SIZE])
+        self.sequence.block_table.extend(self.rng.randrange(900) for _ in range(self.computed // BLOCK_SIZE))
+
+
+def test_random_lives_never_leave_a_stale_block_in_a_row() -> None:
+    rng = random.Random(0)
+    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    lives = {f"r{number}": Life(f"r{number}", rng) for number in range(20)}
+    for _ in range(600):
+        batch = rng.sample(list(lives.values()), rng.randrange(1, len(lives)))
+        scheduled = [life.schedule() for life in batch]
+        np.testing.assert_array_equal(rows.tables(scheduled), plain(scheduled))
+        for life, one in zip(batch, scheduled, strict=True):
+            life.complete(one)
+            if rng.random() < 0.05:
+                life.preempt()
+            elif rng.random() < 0.05:
+                rows.release(life.sequence)
+                lives[life.sequence.request_id] = Life(life.sequence.request_id, rng)
+
+
+def test_a_row_is_given_back_when_its_sequence_is_released() -> None:
+    rng = random.Random(0)
+    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    for number in range(500):
+        life = Life(f"r{number}", rng)
+        rows.tables([life.schedule()])
+        rows.release(life.sequence)
+        rows.release(life.sequence)
+    assert not rows._rows
+    assert rows._tables.shape[0] == 8
+
+
+def test_a_namesake_that_was_released_does_not_take_the_row_of_the_living() -> None:
+    rng = random.Random(0)
+    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    old, new = Life("r", rng), Life("r", rng)
+    rows.tables([old.schedule()])
+    scheduled = [new.schedule()]
+    rows.tables(scheduled)
+    rows.release(old.sequence)
+    np.testing.assert_array_equal(rows.tables(scheduled), plain(scheduled))
+    assert len(rows._rows) == 1
