@@ -827,7 +827,7 @@ def test_scheduler_needs_an_engine() -> None:
     assert scheduler.schedule().sequences == ()
 
 
-@pytest.mark.parametrize("module", ["scheduler", "block_manager", "engine", "block_pool"])
+@pytest.mark.parametrize("module", ["scheduler", "kv_cache", "engine", "kv_cache.block_pool"])
 def test_scheduling_loads_torch_or_ray(module: str) -> None:
     code = (
         f"import sys, minivllm.core.{module}\n"
