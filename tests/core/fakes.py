@@ -1,12 +1,12 @@
-"""A model runner without a model, whose KV pool remembers what was written where and refuses a wrong read.
+"""A model runner without a model. Its KV pool records what each slot contains and raises on a wrong read.
 
-`FakeRunner` keeps, for every slot, the token, its position and the identity of the whole prefix it stands for (a
-digest chained over salt and token ids, which shares no code with the product's block hash). Before a step it checks
-that everything a sequence is going to read was written for exactly its prefix; after the step's writes, that nobody
-wrote over it. Its "next token" depends on the prefix alone, so an oracle that knows no blocks can say what each
-request must return, whatever was batched, cached, chunked or preempted on the way.
+`FakeRunner` records per slot the token, its position and the identity of its prefix: a digest chained over salt and
+token ids, which shares no code with the product's block hash. Before a step it checks that every slot a sequence reads
+was written for exactly that prefix; after the writes of the step, that no slot was overwritten. The next token depends
+on the prefix alone, so an oracle without blocks predicts the output of each request, however it is batched, cached,
+chunked or preempted.
 
-Nothing here uses `assert`: the checks must also hold under `python -O`.
+Nothing here uses `assert`, so the checks also run under `python -O`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MASK = (1 << 64) - 1
 
 
 class KVFaultError(Exception):
-    """The pool was used against the rules. Not a ValueError, so that no error handling of the product swallows it."""
+    """The KV pool was used incorrectly. Not a ValueError, so that no error handling of the product catches it."""
 
 
 def require(condition: object, message: str) -> None:
-    """An assertion that `python -O` keeps."""
+    """Raises KVFaultError unless `condition` is true; unlike `assert`, also under `python -O`."""
     if not condition:
         raise KVFaultError(message)
 
 
 def mix(state: int, value: int) -> int:
-    """64 well stirred bits of a state and a value (the finalizer of splitmix64)."""
+    """Hashes a state and a value to 64 bits (the finalizer of splitmix64)."""
     mixed = (state * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -45,7 +45,7 @@ def mix(state: int, value: int) -> int:
 
 
 def salted_start(cache_salt: str | None) -> int:
-    """Where the chain of a prefix begins: sequences of different salts share no identity."""
+    """Returns the initial state of `chain` for a salt, so that prefixes with different salts have different digests."""
     state = 1
     for byte in b"" if cache_salt is None else b"\x01" + cache_salt.encode():
         state = mix(state, byte)
@@ -53,7 +53,7 @@ def salted_start(cache_salt: str | None) -> int:
 
 
 def chain(token_ids: Iterable[int], state: int = 1) -> list[int]:
-    """One digest a token, each of everything up to and including it."""
+    """Returns one digest per token, over all tokens up to and including it."""
     digests = []
     for token_id in token_ids:
         state = mix(state, token_id)
@@ -63,14 +63,14 @@ def chain(token_ids: Iterable[int], state: int = 1) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """What is "sampled" after a prefix: a function of its token ids and of the sample's number, of nothing else."""
+    """Samples a next token that depends only on the token ids of the prefix and on the index of the sample."""
 
     vocab_size: int = VOCABULARY
     eos_per_mille: int = 0
     eos_token_ids: frozenset[int] = frozenset({EOS})
 
     def next_token(self, prefix_digest: int, index: int = 0) -> int:
-        """`prefix_digest` is the last of `chain(token_ids)`, without a salt."""
+        """Returns the next token after a prefix; `prefix_digest` is the last digest of `chain(token_ids)`, unsalted."""
         bits = mix(prefix_digest, index + 0x5EED)
         if bits % 1000 < self.eos_per_mille:
             return min(self.eos_token_ids)
@@ -82,7 +82,7 @@ class FakeModel:
     def complete(
         self, prompt_token_ids: list[int], params: SamplingParams, *, max_model_len: int, index: int = 0
     ) -> tuple[list[int], FinishReason]:
-        """The oracle: what one sample of a request must return, and why it ends."""
+        """The oracle: returns the expected output tokens and finish reason of one sample of a request."""
         room = max_model_len - len(prompt_token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         state = chain(prompt_token_ids)[-1]
@@ -99,7 +99,7 @@ class FakeModel:
 
 
 class _Prefix:
-    """Token ids of one live sequence and their two chains: with the salt (identity), without it (next token)."""
+    """Token ids of one live sequence and their two digest chains: salted (identity) and unsalted (next token)."""
 
     __slots__ = ("identities", "plain", "token_ids")
 
@@ -109,10 +109,10 @@ class _Prefix:
         self.plain: list[int] = []
 
     def follow(self, sequence: Sequence) -> None:
-        """Reads the sequence's tokens anew and extends the chains; a token that changed is a fault."""
+        """Extends the chains by the new tokens of the sequence. Raises KVFaultError if an earlier token has changed."""
         token_ids = [*sequence.prompt_token_ids, *sequence.generated_token_ids]
         known = len(self.token_ids)
-        require(token_ids[:known] == self.token_ids, f"{sequence.request_id}: tokens changed under way")
+        require(token_ids[:known] == self.token_ids, f"{sequence.request_id}: earlier tokens have changed")
         require(len(token_ids) == sequence.num_tokens, f"{sequence.request_id}: num_tokens is wrong")
         fresh = token_ids[known:]
         self.identities += chain(fresh, self.identities[-1] if known else salted_start(sequence.cache_salt))
@@ -123,11 +123,11 @@ class _Prefix:
 class FakeRunner:
     """Runs `FakeModel` on a KV pool that checks every read and write.
 
-    Set `fail_after[request_id] = n` to let the sampling of that request fail after n generated tokens,
-    `fail_next_step` to let one whole forward pass raise, and `during_execute` to be called while a step is in flight.
+    `fail_after[request_id] = n` makes the sampling of that request fail after n output tokens, `fail_next_step` makes
+    one forward pass raise, and `during_execute` is called while a step is in flight.
 
     Args:
-        max_num_batched_tokens, max_num_seqs: limits that every step must keep; None checks nothing.
+        max_num_batched_tokens, max_num_seqs: limits that every step must keep; None disables the check.
     """
 
     def __init__(
@@ -158,13 +158,13 @@ class FakeRunner:
         self.released_total = 0
         self._manager: Any = None
         self._live: dict[str, _Prefix] = {}
-        # Per slot: identity of the prefix that ends here, and what it is made of (for messages). None is poison.
+        # Per slot: digest of the prefix that ends there, and (token, position) for messages. None is poison.
         self._identities: list[int | None] = [None] * (num_blocks * block_size)
         self._written: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._unclean: set[int] = set()
 
     def attach(self, block_manager: Any) -> None:
-        """From now on free blocks are poisoned before each step, and slots are compared with the manager's."""
+        """Poisons free blocks before each step from now on, and compares slots with those of the block manager."""
         self._manager = block_manager
 
     @property
@@ -182,7 +182,7 @@ class FakeRunner:
 
     def release(self, sequence: Sequence) -> None:
         if self._live.pop(sequence.request_id, None) is None:
-            self.fault = KVFaultError(f"{sequence.request_id} was released twice, or never prepared")
+            self.fault = KVFaultError(f"{sequence.request_id} was released twice or never prepared")
             raise self.fault
         self.released_total += 1
 
@@ -214,13 +214,13 @@ class FakeRunner:
     def _check_step(self, step: Any) -> None:
         require(step.sequences, "an empty step was executed")
         scheduled_ids = [scheduled.sequence.request_id for scheduled in step.sequences]
-        require(len(set(scheduled_ids)) == len(scheduled_ids), f"a sequence stands twice in a step: {scheduled_ids}")
+        require(len(set(scheduled_ids)) == len(scheduled_ids), f"a sequence is scheduled twice: {scheduled_ids}")
         total = sum(scheduled.end - scheduled.start for scheduled in step.sequences)
         require(step.num_tokens == total, f"step.num_tokens is {step.num_tokens}, its sequences have {total}")
         if self.max_num_batched_tokens is not None:
-            require(total <= self.max_num_batched_tokens, f"{total} tokens are over the budget")
+            require(total <= self.max_num_batched_tokens, f"{total} tokens exceed the token budget")
         if self.max_num_seqs is not None:
-            require(len(scheduled_ids) <= self.max_num_seqs, f"{len(scheduled_ids)} sequences are over the limit")
+            require(len(scheduled_ids) <= self.max_num_seqs, f"{len(scheduled_ids)} sequences exceed max_num_seqs")
         for scheduled in step.sequences:
             self._check_scheduled(scheduled)
 
@@ -228,7 +228,7 @@ class FakeRunner:
         sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
         name = sequence.request_id
         prefix = self._live.get(name)
-        require(prefix is not None, f"{name} is scheduled, but was not prepared or is released")
+        require(prefix is not None, f"{name} is scheduled but was not prepared or is released")
         prefix.follow(sequence)
         require(not sequence.is_finished, f"{name} is finished and scheduled")
         require(0 <= start < end <= sequence.num_tokens, f"{name}: tokens {start}..{end} of {sequence.num_tokens}")
@@ -240,13 +240,13 @@ class FakeRunner:
         table = sequence.block_table
         needed = -(-end // self.block_size)
         require(len(table) == needed, f"{name}: table {table} for {end} tokens, which need {needed} blocks")
-        require(len(set(table)) == len(table), f"{name}: a block stands twice in {table}")
+        require(len(set(table)) == len(table), f"{name}: a block occurs twice in {table}")
         require(all(0 <= block < self.num_blocks for block in table), f"{name}: unknown block in {table}")
         if self._manager is not None:
             self._check_slots(scheduled)
 
     def _check_slots(self, scheduled: Any) -> None:
-        """The manager's answers must be those of plain arithmetic on the table, and asking must take nothing."""
+        """Checks the slots of the block manager against the block table, and that asking again takes no block."""
         sequence, size = scheduled.sequence, self.block_size
         expected = [sequence.block_table[i // size] * size + i % size for i in range(scheduled.start, scheduled.end)]
         answered = self._manager.slot_mapping(sequence, scheduled.start, scheduled.end)
@@ -256,10 +256,10 @@ class FakeRunner:
             slot = self._manager.append_slot_for_decode(sequence)
             require(free == self._manager.get_num_free_blocks(), f"{sequence.request_id}: asking again took a block")
             flat = slot.physical_block_id * size + slot.offset
-            require(flat == expected[-1], f"{sequence.request_id}: {slot} is not the place of its last token")
+            require(flat == expected[-1], f"{sequence.request_id}: {slot} is not the slot of its last token")
 
     def _check_reads(self, scheduled: Any, end: int, when: str) -> None:
-        """Every slot of tokens 0..end must hold this very token of this very prefix."""
+        """Checks that every slot of tokens 0..end was written for this token and this prefix."""
         sequence, size = scheduled.sequence, self.block_size
         identities = self._live[sequence.request_id].identities
         for first in range(0, end, size):
@@ -276,7 +276,7 @@ class FakeRunner:
                 found = self._written[slot]
                 what = "poison" if found is None else f"token {found[0]} of position {found[1]} of another prefix"
                 if found == (prefix.token_ids[position], position):
-                    what = "the right token after another prefix"
+                    what = "the same token after another prefix"
                 raise KVFaultError(
                     f"{sequence.request_id} reads token {prefix.token_ids[position]} of position {position} in block "
                     f"{block} at offset {offset} {when}, and finds {what}; its table is {sequence.block_table}"
@@ -304,7 +304,7 @@ class FakeRunner:
             self._unclean.update(sequence.block_table[first : last + 1])
 
     def _forget_rest_of_block(self, sequence: Sequence, end: int) -> None:
-        """What an earlier owner left behind the last token must not be right by luck in a later step."""
+        """Poisons the slots after the last token, so that no stale value of an earlier owner passes a later check."""
         used = end % self.block_size
         if used:
             first = sequence.block_table[(end - 1) // self.block_size] * self.block_size + used
@@ -312,7 +312,7 @@ class FakeRunner:
             self._written[first : first + self.block_size - used] = [None] * (self.block_size - used)
 
     def poison_free_blocks(self) -> None:
-        """Destroys what free blocks without cached content hold, as the next owner of a block might."""
+        """Poisons free blocks without cached content: their next owner may overwrite them at any time."""
         if self._manager is None or not self._unclean:
             return
         owners = self._manager.owners()
@@ -341,7 +341,7 @@ class FakeRunner:
             return SampleResult(prompt_logprobs=prompt_logprobs)
         fails_after = self.fail_after.get(sequence.parent_request_id)
         if fails_after is not None and len(sequence.generated_token_ids) >= fails_after:
-            return SampleResult(error=RequestFailedError(f"{sequence.request_id} was told to fail"))
+            return SampleResult(error=RequestFailedError(f"{sequence.request_id} is set to fail"))
         token_id = self.model.next_token(prefix.plain[-1], sequence.index)
         logprobs = None if params.logprobs is None else TokenLogprobs(token_id, -0.5)
         return SampleResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

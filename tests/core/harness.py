@@ -1,8 +1,9 @@
-"""An engine on the fake runner, watched from outside: everything that must always hold is checked after every step.
+"""An engine on the fake runner whose invariants are checked after every step.
 
-`WatchedEngine` adds, aborts and steps, and keeps a file on every request. After each step it checks the ledger with
-the product's `check_integrity()` and again with its own arithmetic, every output against the oracle, that work was
-done if there was any to do, and when a request ends, that it ended once and rightly. No `assert`: it works under -O.
+`WatchedEngine` adds, aborts and steps requests and records the outputs of each. After each step it checks the block
+accounting with `check_integrity()` and independently, every output against the oracle, that a step with runnable
+requests computes tokens, and that each request ends once with the right finish reason. No `assert`, so that the checks
+also run under `python -O`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.core.fakes import FakeModel, FakeRunner, KVFaultError, require
 
 @dataclass
 class Watched:
-    """What is known of one sample of one request."""
+    """Expected and received output of one sample of one request."""
 
     request_id: str
     index: int
@@ -33,7 +34,7 @@ class Watched:
     expected: list[int]
     expected_reason: FinishReason
     abort_asked: bool = False
-    told_to_fail: bool = False
+    set_to_fail: bool = False
     may_fail: bool = False
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
@@ -46,10 +47,10 @@ class Watched:
 
 
 class WatchedEngine:
-    """See the module's docstring.
+    """Runs requests on a `FakeRunner` and checks the invariants after every step.
 
     Args:
-        expects_death: a forward pass will be made to fail, so ends with an error are in order.
+        expects_death: a forward pass fails in this test, so every request may end with an error.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class WatchedEngine:
         fail_after: int | None = None,
         **params: Any,
     ) -> str:
-        """Adds a request; an error of the engine passes through, and then nothing is expected of it."""
+        """Adds a request and returns its id. An error of the engine propagates, and the request is not watched."""
         if request_id is None:
             self.names += 1
             request_id = f"request-{self.names}"
@@ -115,7 +116,7 @@ class WatchedEngine:
         for index in range(sampling.n):
             expected, reason = self.model.complete(prompt, sampling, max_model_len=self.max_model_len, index=index)
             fails = fail_after is not None and fail_after < max(1, len(expected))
-            watched = Watched(request_id, index, list(prompt), sampling, expected, reason, told_to_fail=fails)
+            watched = Watched(request_id, index, list(prompt), sampling, expected, reason, set_to_fail=fails)
             self.live[request_id, index] = watched
         return request_id
 
@@ -125,8 +126,8 @@ class WatchedEngine:
             if watched.request_id == request_id and index in (None, watched.index):
                 watched.abort_asked = True
 
-    def on_flight(self, action: Any) -> None:
-        """Does something once, between the schedule() and the update() of the next step that computes something."""
+    def during_next_step(self, action: Any) -> None:
+        """Calls `action` once, between schedule() and update() of the next step that computes tokens."""
 
         def act(step: Any) -> None:
             self.runner.during_execute = None
@@ -147,7 +148,7 @@ class WatchedEngine:
         self.raise_fault()
         require(
             not computable or self.runner.tokens_computed > computed or self.engine.is_dead,
-            "a step computed nothing though a request waits for tokens",
+            "a step computed no token although a request is unfinished",
         )
         for output in outputs:
             self._take(output)
@@ -155,7 +156,7 @@ class WatchedEngine:
         return outputs
 
     def drain(self, limit: int | None = None) -> None:
-        """Steps until nothing is left, and checks that nothing is left anywhere."""
+        """Steps until every request has ended, and checks that no layer keeps any state of them."""
         if limit is None:
             tokens = sum(len(watched.prompt) + len(watched.expected) for watched in self.live.values())
             limit = 100 + 4 * tokens * max(1, len(self.live))
@@ -167,47 +168,47 @@ class WatchedEngine:
         self.check_drained()
 
     def run(self) -> dict[tuple[str, int], list[int]]:
-        """Drains, and returns the tokens of every sample that has ended."""
+        """Drains, and returns the output tokens of every ended sample."""
         self.drain()
         return {(watched.request_id, watched.index): watched.tokens for watched in self.ended}
 
     def _take(self, output: RequestOutput) -> None:
         watched = self.live.get((output.request_id, output.index))
         if watched is None:
-            raise KVFaultError(f"an output of {output.request_id}[{output.index}], which is not alive: {output}")
+            raise KVFaultError(f"an output of {output.request_id}[{output.index}], which is not live: {output}")
         watched.tokens += output.new_token_ids
         if watched.num_cached_tokens is None and output.new_token_ids:
             watched.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs:
             watched.prompt_logprobs += [entry.token_id for entry in output.prompt_logprobs]
         if watched.params.logprobs is not None:
-            told = [entry.token_id for entry in output.logprobs or ()]
-            require(told == output.new_token_ids, f"{watched.name}: logprobs of {told}, tokens {output.new_token_ids}")
+            ids = [entry.token_id for entry in output.logprobs or ()]
+            require(ids == output.new_token_ids, f"{watched.name}: logprobs of {ids}, tokens {output.new_token_ids}")
         require(
             watched.tokens == watched.expected[: len(watched.tokens)],
             f"{watched.name}: got {watched.tokens}, expected the beginning of {watched.expected}",
         )
         require(output.finished == (output.finish_reason is not None), f"{watched.name}: {output}")
-        require(output.finished or output.new_token_ids or output.prompt_logprobs, f"{watched.name}: says nothing")
+        require(output.finished or output.new_token_ids or output.prompt_logprobs, f"{watched.name}: an empty output")
         if output.finished:
             self._end(watched, output)
 
     def _end(self, watched: Watched, output: RequestOutput) -> None:
         reason = watched.finish_reason = output.finish_reason
-        whole = watched.tokens == watched.expected
+        complete = watched.tokens == watched.expected
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            require(not watched.told_to_fail, f"{watched.name} was told to fail and ended with {reason}")
-            require(whole, f"{watched.name} ended with {reason} after {watched.tokens} of {watched.expected}")
+            require(not watched.set_to_fail, f"{watched.name} is set to fail and ended with {reason}")
+            require(complete, f"{watched.name} ended with {reason} after {watched.tokens} of {watched.expected}")
             require(reason == watched.expected_reason, f"{watched.name}: {reason}, not {watched.expected_reason}")
             self._check_prompt_logprobs(watched)
             last = watched.tokens[-1] if reason == FinishReason.STOP else None
             require(output.stop_token_id == last, f"{watched.name}: stop_token_id is {output.stop_token_id}")
         elif reason == FinishReason.ABORT:
-            require(watched.abort_asked, f"{watched.name} was aborted, which nobody asked for")
-            require(not whole or watched.told_to_fail, f"{watched.name} was complete and is called aborted")
+            require(watched.abort_asked, f"{watched.name} ended with abort without an abort request")
+            require(not complete or watched.set_to_fail, f"{watched.name} was complete and ended with abort")
         else:
-            excused = watched.told_to_fail or watched.may_fail or self.expects_death
-            require(excused, f"{watched.name} failed: {output.error}")
+            may_fail = watched.set_to_fail or watched.may_fail or self.expects_death
+            require(may_fail, f"{watched.name} failed: {output.error}")
             require(output.error is not None, f"{watched.name} failed without an error")
         require((output.error is None) == (reason != FinishReason.ERROR), f"{watched.name}: {reason}, {output.error}")
         del self.live[watched.request_id, watched.index]
@@ -220,8 +221,8 @@ class WatchedEngine:
     def _check_prompt_logprobs(self, watched: Watched) -> None:
         if watched.params.prompt_logprobs is None or watched.index:
             return
-        told, due = watched.prompt_logprobs, watched.prompt[1:]
-        require(told == due, f"{watched.name}: prompt logprobs of {told}, the prompt goes on with {due}")
+        found, due = watched.prompt_logprobs, watched.prompt[1:]
+        require(found == due, f"{watched.name}: prompt logprobs of {found}, expected {due}")
 
     # Checks
 
@@ -232,26 +233,29 @@ class WatchedEngine:
     def check(self) -> None:
         engine, manager = self.engine, self.engine.block_manager
         manager.check_integrity()
-        require(engine.has_unfinished_requests() or not self.live, "requests are alive, and the engine denies it")
+        require(
+            engine.has_unfinished_requests() or not self.live,
+            "has_unfinished_requests() is false with live requests",
+        )
         if not self.full_checks:
             return
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
         limit = engine.config.max_num_seqs
-        require(len(running) <= limit, f"{len(running)} sequences run, {limit} may")
+        require(len(running) <= limit, f"{len(running)} sequences run, max_num_seqs is {limit}")
         self._check_tables(running)
         for sequence in waiting:
-            require(not sequence.block_table, f"{sequence.request_id} waits and holds {sequence.block_table}")
-            require(sequence.cached_token_count == 0, f"{sequence.request_id} waits with tokens cached")
+            require(not sequence.block_table, f"{sequence.request_id} waits and has blocks {sequence.block_table}")
+            require(sequence.cached_token_count == 0, f"{sequence.request_id} waits with computed tokens")
         stats = engine.stats()
         require(stats.num_running == len(running), f"num_running is {stats.num_running}, not {len(running)}")
         require(stats.num_waiting == len(waiting), f"num_waiting is {stats.num_waiting}, not {len(waiting)}")
         require(stats.num_free_blocks + stats.num_used_blocks == manager.num_blocks, "free + used != total")
-        require(stats.num_free_blocks == manager.get_num_free_blocks(), "the stats count other free blocks")
+        require(stats.num_free_blocks == manager.get_num_free_blocks(), "num_free_blocks of the stats is wrong")
         seen = {id(sequence) for sequence in running} & {id(sequence) for sequence in waiting}
-        require(not seen, "a sequence both runs and waits")
+        require(not seen, "a sequence is both running and waiting")
 
     def _check_tables(self, running: list[Sequence]) -> None:
-        """The owner list must say exactly what the tables of the running sequences say."""
+        """Checks `owners()` against the block tables of the running sequences."""
         manager = self.engine.block_manager
         holders: dict[int, list[str]] = {}
         for sequence in running:
@@ -267,18 +271,18 @@ class WatchedEngine:
         require(free + used == manager.num_blocks, f"{free} free + {used} used != {manager.num_blocks}")
 
     def check_drained(self) -> None:
-        """All is over: no request, no block, no state of a request is left in any layer."""
+        """Checks that no request, no block in use and no state of a request is left in any layer."""
         engine = self.engine
         require(not self.live, f"no terminal output of {[watched.name for watched in self.live.values()]}")
         require(not engine.scheduler.running and not engine.scheduler.waiting, "a queue is not empty")
         require(engine.block_manager.get_num_free_blocks() == engine.block_manager.num_blocks, "blocks are missing")
-        require(not self.runner.live_request_ids, f"the sampler still knows {self.runner.live_request_ids}")
+        require(not self.runner.live_request_ids, f"the runner still has {self.runner.live_request_ids}")
         engine.block_manager.check_integrity()
         self.raise_fault()
 
 
 def reachable(root: Any) -> Iterator[Any]:
-    """Every object that `root` keeps alive, without what belongs to classes, modules and functions."""
+    """Yields every object that `root` keeps alive, except through classes, modules and frames."""
     seen = {id(root)}
     queue = [root]
     barriers = (type, types.ModuleType, types.CodeType, types.FrameType, types.BuiltinFunctionType)
@@ -297,7 +301,7 @@ def reachable(root: Any) -> Iterator[Any]:
 
 
 def leftovers(root: Any, request_ids: set[str]) -> list[str]:
-    """What `root` still remembers of these requests: sequences, and texts that name one of them."""
+    """Returns what `root` still references of these requests: sequences, params, outputs and their ids."""
     found = []
     for item in reachable(root):
         if isinstance(item, (Sequence, SamplingParams, RequestOutput)):

@@ -1,8 +1,8 @@
-"""Millions of random scheduler steps, with everything checked that the tests check: `make soak`.
+"""Runs millions of random engine steps with the checks of the test suite: `make soak`.
 
     python -m tests.core.soak [--steps N] [--seconds S] [--seed S] [--episode N]
 
-Ends after the steps or the seconds, whichever is first; exit status 1 and the seed at the first violation.
+Ends after --steps or --seconds, whichever comes first. A violation prints the seed and exits with status 1.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from tests.core.traffic import Episode, Tally
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Random scheduler steps on a KV pool that checks every read.")
-    parser.add_argument("--steps", type=int, default=2_000_000, help="end after so many steps (default: 2 million)")
-    parser.add_argument("--seconds", type=float, default=3600, help="end after so long in any case (default: 3600)")
-    parser.add_argument("--seed", type=int, default=1_000_000, help="seed of the first episode; the next count up")
-    parser.add_argument("--episode", type=int, default=500, help="steps of one engine (default: 500)")
+    parser = argparse.ArgumentParser(description="Random engine steps on a KV pool that checks every read.")
+    parser.add_argument("--steps", type=int, default=2_000_000, help="end after N steps (default: 2 million)")
+    parser.add_argument("--seconds", type=float, default=3600, help="end after S seconds (default: 3600)")
+    parser.add_argument("--seed", type=int, default=1_000_000, help="seed of the first episode; the next ones count up")
+    parser.add_argument("--episode", type=int, default=500, help="steps per engine (default: 500)")
     arguments = parser.parse_args()
     return soak(arguments.steps, arguments.seconds, arguments.seed, arguments.episode)
 
 
 def soak(steps: int, seconds: float, seed: int, episode_steps: int) -> int:
     tally = Tally()
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     while tally.steps < steps and time.monotonic() - start < seconds:
         episode = Episode(seed)
         try:
             episode.run(episode_steps)
         except Exception:
             traceback.print_exc()
-            print(f"FAILED in an episode; again with: --seed {seed} --steps 1 --episode {episode_steps}")
+            print(f"FAILED; reproduce with: --seed {seed} --steps 1 --episode {episode_steps}")
             return 1
         tally.take(episode.watched)
         seed += 1
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            print(f"{report(tally, told - start)}; next seed {seed}", flush=True)
+        if time.monotonic() - reported > 10:
+            reported = time.monotonic()
+            print(f"{report(tally, reported - start)}; next seed {seed}", flush=True)
     print(f"{report(tally, time.monotonic() - start)}: no violation")
     print("  " + ", ".join(f"{name} {count:,}" for name, count in sorted(tally.counts.items())))
     return 0

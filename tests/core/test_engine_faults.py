@@ -1,4 +1,4 @@
-"""What is left after many aborts, and what a damaged ledger does to the requests that have nothing to do with it."""
+"""Aborted requests leave no state, and corrupted block accounting ends only the requests it affects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.harness import WatchedEngine, leftovers, reachable
 
 
 def abort_many(watched: WatchedEngine, count: int, seed: int) -> set[str]:
-    """Adds `count` requests of every kind and aborts each somewhere on its way."""
+    """Adds `count` requests of every kind and aborts them in random states. Returns their ids."""
     generator = random.Random(seed)
     names: list[str] = []
     while len(names) < count or watched.live:
@@ -37,14 +37,14 @@ def abort_many(watched: WatchedEngine, count: int, seed: int) -> set[str]:
                 watched.abort(request_id, generator.choice([None, index]))
         if watched.live and generator.random() < 0.3:
             target = generator.choice(sorted(watched.live))
-            watched.on_flight(lambda target=target: watched.abort(target[0]))
+            watched.during_next_step(lambda target=target: watched.abort(target[0]))
         watched.step()
     return set(names)
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-def test_thousand_aborts_leave_something_in_some_layer(caching: bool) -> None:
-    """No map may remember a request: neither its objects nor its id are reachable from the engine any more."""
+@pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
+def test_thousand_aborted_requests_leave_no_state(caching: bool) -> None:
+    """Neither the objects nor the id of a request are reachable from the engine after its end."""
     watched = WatchedEngine(num_blocks=24, max_num_seqs=6, max_num_batched_tokens=20, enable_prefix_caching=caching)
     watched.keep_ended = False
     names = abort_many(watched, 1000, seed=1)
@@ -56,10 +56,10 @@ def test_thousand_aborts_leave_something_in_some_layer(caching: bool) -> None:
     assert leftovers(watched.engine, names) == []
     sizes = [len(item) for item in reachable(watched.engine) if isinstance(item, (dict, list, set, tuple))]
     slots = watched.runner.num_blocks * watched.runner.block_size
-    assert max(sizes) <= max(slots, 100), "a container grew with the requests"
+    assert max(sizes) <= max(slots, 100), "a container grows with the number of requests"
 
 
-def test_search_for_leftovers_finds_none_because_it_looks_nowhere() -> None:
+def test_leftover_search_finds_the_state_of_a_live_request() -> None:
     watched = WatchedEngine(num_blocks=24)
     name = watched.add([1, 2, 3], n=2)
     watched.step()
@@ -69,10 +69,10 @@ def test_search_for_leftovers_finds_none_because_it_looks_nowhere() -> None:
     watched.drain()
 
 
-# A damaged ledger (validation mode)
+# Corrupted block accounting (validation mode)
 
 
-def steal_a_block(one: Any, two: Any, pool: Any) -> None:
+def name_a_block_of_another_sequence(one: Any, two: Any, pool: Any) -> None:
     one.block_table[1] = two.block_table[1]
 
 
@@ -80,11 +80,11 @@ def append_a_free_block(one: Any, two: Any, pool: Any) -> None:
     one.block_table.append(pool.free[0])
 
 
-def lose_a_block(one: Any, two: Any, pool: Any) -> None:
+def drop_the_last_block(one: Any, two: Any, pool: Any) -> None:
     one.block_table.pop()
 
 
-def lose_the_table(one: Any, two: Any, pool: Any) -> None:
+def clear_the_block_table(one: Any, two: Any, pool: Any) -> None:
     one.block_table.clear()
 
 
@@ -100,57 +100,57 @@ def name_a_negative_block(one: Any, two: Any, pool: Any) -> None:
     one.block_table[0] = -1
 
 
-def count_too_much(one: Any, two: Any, pool: Any) -> None:
+def raise_the_computed_count(one: Any, two: Any, pool: Any) -> None:
     one.cached_token_count += 50
 
 
-def count_less_than_nothing(one: Any, two: Any, pool: Any) -> None:
+def make_the_computed_count_negative(one: Any, two: Any, pool: Any) -> None:
     one.cached_token_count = -3
 
 
-def put_a_used_block_into_the_free_list(one: Any, two: Any, pool: Any) -> None:
+def append_a_used_block_to_the_free_queue(one: Any, two: Any, pool: Any) -> None:
     pool.free.append(one.block_table[0])
 
 
-def put_a_free_block_in_twice(one: Any, two: Any, pool: Any) -> None:
+def repeat_a_block_in_the_free_queue(one: Any, two: Any, pool: Any) -> None:
     pool.free.append(pool.free[0])
 
 
-def lose_a_free_block(one: Any, two: Any, pool: Any) -> None:
+def drop_a_block_from_the_free_queue(one: Any, two: Any, pool: Any) -> None:
     pool.free.popleft()
 
 
-def count_a_holder_too_many(one: Any, two: Any, pool: Any) -> None:
+def raise_a_reference_count(one: Any, two: Any, pool: Any) -> None:
     pool.reference_counts[one.block_table[0]] += 1
 
 
-def count_a_holder_too_few(one: Any, two: Any, pool: Any) -> None:
+def lower_a_reference_count(one: Any, two: Any, pool: Any) -> None:
     pool.reference_counts[one.block_table[0]] -= 1
 
 
-DAMAGES = [
-    steal_a_block,
+CORRUPTIONS = [
+    name_a_block_of_another_sequence,
     append_a_free_block,
-    lose_a_block,
-    lose_the_table,
+    drop_the_last_block,
+    clear_the_block_table,
     repeat_a_block,
     name_an_unknown_block,
     name_a_negative_block,
-    count_too_much,
-    count_less_than_nothing,
-    put_a_used_block_into_the_free_list,
-    put_a_free_block_in_twice,
-    lose_a_free_block,
-    count_a_holder_too_many,
-    count_a_holder_too_few,
+    raise_the_computed_count,
+    make_the_computed_count_negative,
+    append_a_used_block_to_the_free_queue,
+    repeat_a_block_in_the_free_queue,
+    drop_a_block_from_the_free_queue,
+    raise_a_reference_count,
+    lower_a_reference_count,
 ]
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
+@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
-def test_damaged_ledger_harms_a_request_it_does_not_concern(steps: int, damage: Any, caching: bool) -> None:
-    """It ends the requests it concerns at most, is counted, and the engine goes on with all its blocks."""
+def test_corruption_ends_only_the_affected_requests(steps: int, corrupt: Any, caching: bool) -> None:
+    """The violation is counted, the unaffected requests finish, and the engine serves later requests."""
     watched = WatchedEngine(
         num_blocks=24, block_size=2, max_num_seqs=3, enable_prefix_caching=caching, validate_blocks=True
     )
@@ -160,10 +160,10 @@ def test_damaged_ledger_harms_a_request_it_does_not_concern(steps: int, damage: 
         watched.step()
     scheduler, pool = watched.engine.scheduler, watched.engine.block_manager.pool
     one, two = scheduler.running[:2]
-    concerned = [watched.live[sequence.request_id, 0] for sequence in (one, two)]
-    for sample in concerned:
+    affected = [watched.live[sequence.request_id, 0] for sequence in (one, two)]
+    for sample in affected:
         sample.may_fail = True
-    watched.on_flight(lambda: damage(one, two, pool))
+    watched.during_next_step(lambda: corrupt(one, two, pool))
     watched.drain()
     assert not watched.engine.is_dead
     assert watched.engine.stats().integrity_violations_total >= 1
@@ -175,23 +175,23 @@ def test_damaged_ledger_harms_a_request_it_does_not_concern(steps: int, damage: 
     assert len(watched.ended) == 9
 
 
-def put_a_used_block_at_the_head_of_the_free_list(one: Any, two: Any, pool: Any) -> None:
+def prepend_a_used_block_to_the_free_queue(one: Any, two: Any, pool: Any) -> None:
     pool.free.appendleft(one.block_table[0])
 
 
 FOUND_WHILE_SCHEDULING = [
-    put_a_used_block_at_the_head_of_the_free_list,
+    prepend_a_used_block_to_the_free_queue,
     append_a_free_block,
-    lose_a_block,
-    count_too_much,
-    count_less_than_nothing,
+    drop_the_last_block,
+    raise_the_computed_count,
+    make_the_computed_count_negative,
 ]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
-@pytest.mark.parametrize("damage", FOUND_WHILE_SCHEDULING, ids=lambda damage: damage.__name__)
-def test_damage_found_while_scheduling_kills_the_engine(damage: Any, steps: int) -> None:
-    """The first of the two is in the step already when the second one's block turns out to be the first one's."""
+@pytest.mark.parametrize("corrupt", FOUND_WHILE_SCHEDULING, ids=lambda corrupt: corrupt.__name__)
+def test_corruption_found_while_scheduling_ends_at_most_two_requests(corrupt: Any, steps: int) -> None:
+    """Corruption that makes schedule() raise ends the affected requests, and the other requests finish."""
     watched = WatchedEngine(num_blocks=24, block_size=2, enable_prefix_caching=False, validate_blocks=True)
     for number in range(4):
         watched.add([10 * number + digit for digit in range(1, 6 + number % 2)], max_tokens=12, ignore_eos=True)
@@ -199,23 +199,23 @@ def test_damage_found_while_scheduling_kills_the_engine(damage: Any, steps: int)
         watched.step()
     one, two = watched.engine.scheduler.running[:2]
     for sequence in watched.engine.scheduler.running:
-        # Whoever is given the block is concerned too, and that may be any of them.
+        # The sequence that allocates the block is affected too, and that may be any of them.
         watched.live[sequence.request_id, 0].may_fail = True
-    damage(one, two, watched.engine.block_manager.pool)
+    corrupt(one, two, watched.engine.block_manager.pool)
     watched.drain()
     assert not watched.engine.is_dead
     assert watched.engine.stats().integrity_violations_total >= 1
-    assert watched.finish_counts["length"] >= 2, "two requests at most are concerned"
+    assert watched.finish_counts["length"] >= 2, "at most two requests are affected"
 
 
-def test_damage_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_corruption_is_logged_with_its_block_and_request(caplog: pytest.LogCaptureFixture) -> None:
     watched = WatchedEngine(num_blocks=24, block_size=2, validate_blocks=True)
     watched.add([1, 2, 3, 4, 5], max_tokens=8, ignore_eos=True)
     watched.step()
     [one] = watched.engine.scheduler.running
     watched.live[one.request_id, 0].may_fail = True
     block = one.block_table[0]
-    watched.on_flight(lambda: one.block_table.insert(0, block))
+    watched.during_next_step(lambda: one.block_table.insert(0, block))
     watched.drain()
     assert f"{block}" in caplog.text
     assert one.request_id in caplog.text

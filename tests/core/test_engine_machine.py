@@ -1,4 +1,4 @@
-"""Random lives of a whole engine on the fake runner; what is checked after every step stands in `harness`."""
+"""Random operations on an engine with the fake runner; `WatchedEngine` checks the invariants after every step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from minivllm.core.sampling_params import SamplingParams
 from tests.core.fakes import FakeModel
 from tests.core.harness import WatchedEngine
 
-# Prompts begin with a part of one of these, so that prefixes are shared, in whole blocks and in parts of blocks.
+# Prompts start with a prefix of one of these, so that they share full blocks and parts of blocks.
 STEMS = ([5] * 40, [5, 5, 5, 5, 6, 6, 6, 6] * 5, list(range(10, 50)))
 
-pytestmark = pytest.mark.timeout(900)  # a failure is made small first, which takes its time
+pytestmark = pytest.mark.timeout(900)  # shrinking a failing example takes minutes
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests of all kinds are added, stepped, aborted (in flight too) and made to fail; the pools are too small."""
+    """Requests of all kinds are added, stepped, aborted (during a step too) and made to fail, on small pools."""
 
     @initialize(
         block_size=st.integers(1, 5),
@@ -85,8 +85,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert (too_many or too_long) and error.retry_after_s > 0  # noqa: PT017, PT018
 
     @rule(lengths=st.lists(st.integers(1, 8), min_size=2, max_size=6), stem=st.integers(0, len(STEMS) - 1))
-    def add_crowd(self, lengths: list[int], stem: int) -> None:
-        """Short prompts that all grow until the pool is full: this is what preemption is for."""
+    def add_requests_that_outgrow_the_pool(self, lengths: list[int], stem: int) -> None:
+        """Adds short prompts that all grow until the pool is full, which leads to preemption."""
         for length in lengths:
             with suppress(NeverFitsError, EngineOverloadedError):
                 self.ids.append(self.watched.add(STEMS[stem][:length], max_tokens=None, ignore_eos=True))
@@ -96,47 +96,47 @@ class EngineMachine(RuleBasedStateMachine):
         self.watched.step()
 
     @rule(count=st.integers(2, 12))
-    def several_steps(self, count: int) -> None:
+    def step_several_times(self, count: int) -> None:
         for _ in range(count):
             self.watched.step()
 
     @precondition(lambda self: self.ids)
     @rule(which=st.integers(0, 99), index=st.sampled_from([None, None, 0, 1]))
     def abort(self, which: int, index: int | None) -> None:
-        """Of any request ever added: waiting, half prefilled, running, ended, aborted already."""
+        """Aborts any request ever added: waiting, partly prefilled, running, finished or aborted."""
         self.watched.abort(self.ids[which % len(self.ids)], index)
 
     @precondition(lambda self: self.ids)
     @rule(which=st.integers(0, 99), index=st.sampled_from([None, None, 0, 1]))
-    def abort_in_flight(self, which: int, index: int | None) -> None:
+    def abort_during_a_step(self, which: int, index: int | None) -> None:
         request_id = self.ids[which % len(self.ids)]
-        self.watched.on_flight(lambda: self.watched.abort(request_id, index))
+        self.watched.during_next_step(lambda: self.watched.abort(request_id, index))
         self.watched.step()
 
     @rule(prompt=st.lists(st.integers(1, 96), min_size=1, max_size=6))
-    def add_in_flight(self, prompt: list[int]) -> None:
+    def add_during_a_step(self, prompt: list[int]) -> None:
         def arrive() -> None:
             with suppress(NeverFitsError, EngineOverloadedError):
                 self.ids.append(self.watched.add(prompt, max_tokens=3))
 
-        self.watched.on_flight(arrive)
+        self.watched.during_next_step(arrive)
         self.watched.step()
 
     @rule()
-    def abort_unknown(self) -> None:
-        self.watched.engine.abort_request("nobody")
-        self.watched.engine.abort_request("nobody", 3)
+    def abort_an_unknown_id(self) -> None:
+        self.watched.engine.abort_request("unknown")
+        self.watched.engine.abort_request("unknown", 3)
 
     @precondition(lambda self: self.watched.live)
     @rule(which=st.integers(0, 99))
-    def add_live_id_again(self, which: int) -> None:
+    def add_a_live_id_again(self, which: int) -> None:
         alive = sorted(request_id for request_id, _ in self.watched.live)
         with pytest.raises(InvalidRequestError):
             self.watched.engine.add_request(alive[which % len(alive)], [1, 2], SamplingParams())
 
     @precondition(lambda self: self.ids)
     @rule(which=st.integers(0, 99), length=st.integers(1, 5))
-    def add_ended_id_again(self, which: int, length: int) -> None:
+    def add_an_ended_id_again(self, which: int, length: int) -> None:
         request_id = self.ids[which % len(self.ids)]
         if any(alive == request_id for alive, _ in self.watched.live):
             return
@@ -147,7 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         owned = [s for s in self.watched.engine.scheduler.running if s.block_table]
         done = self.watched.engine.reset_prefix_cache()
-        assert done or owned, "nobody holds a block, and the cache cannot be reset"
+        assert done or owned, "no running sequence has a block, and the prefix cache cannot be reset"
         self.watched.engine.block_manager.check_integrity()
 
     def teardown(self) -> None:
@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class CollidingEngineMachine(EngineMachine):
-    """The same with a block hash that is the same for all: outputs must still be right."""
+    """The same operations with one constant block hash; the outputs stay right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class CollidingEngineMachine(EngineMachine):
             block_pool.hash_block = self.real_hash
 
 
-# The same examples every time, so that a failure is of the change at hand; `make soak` goes where nobody was.
+# The same examples in every run, so that a failure comes from the change under test; `make soak` explores new ones.
 thorough = settings(
     derandomize=True,
     max_examples=150,
@@ -180,7 +180,7 @@ thorough = settings(
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 
-TestRandomLifeBreaksAnInvariant = EngineMachine.TestCase
-TestRandomLifeBreaksAnInvariant.settings = thorough
-TestCollisionChangesAnOutput = CollidingEngineMachine.TestCase
-TestCollisionChangesAnOutput.settings = settings(thorough, max_examples=50)
+TestRandomRequestsKeepEveryInvariant = EngineMachine.TestCase
+TestRandomRequestsKeepEveryInvariant.settings = thorough
+TestHashCollisionNeverChangesAnOutput = CollidingEngineMachine.TestCase
+TestHashCollisionNeverChangesAnOutput.settings = settings(thorough, max_examples=50)

@@ -1,4 +1,4 @@
-"""Seeded random traffic for the watched engine: one episode is one engine, drawn from the seed, and many steps."""
+"""Seeded random traffic for `WatchedEngine`. One episode is one engine, configured from the seed, and many steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.harness import WatchedEngine
 
 @dataclass
 class Tally:
-    """What the episodes so far have been through; a run that never preempts or never hits proves little."""
+    """Counts events over all episodes, so that a run can show that it met preemptions, cache hits and rejections."""
 
     steps: int = 0
     tokens: int = 0
@@ -33,13 +33,13 @@ class Tally:
             recomputed_tokens=stats.recomputed_tokens_total,
         )
         self.counts.update({f"ended_{reason}": count for reason, count in stats.finished.items()})
-        self.counts.update({f"refused_{reason}": count for reason, count in stats.rejections.items()})
+        self.counts.update({f"rejected_{reason}": count for reason, count in stats.rejections.items()})
 
 
 class Episode:
-    """One engine of random sizes under random load.
+    """Runs one engine of random sizes under random load.
 
-    Every 4th seed runs with a block hash that is the same for all, which must not change an output.
+    Every fourth seed uses one constant block hash; the outputs stay the same.
     """
 
     def __init__(self, seed: int) -> None:
@@ -64,17 +64,17 @@ class Episode:
         self.watched.keep_ended = False
         longest = min(self.watched.max_model_len - 1, 120)
         self.stems = [[generator.randrange(1, 97)] * longest, *(self._tokens(longest) for _ in range(3))]
-        self.crowd = generator.choice([1, 3, 10, 30])
+        self.max_live_samples = generator.choice([1, 3, 10, 30])
         self.recent: list[str] = []
 
     def run(self, steps: int) -> None:
-        """So many steps under load, then until everything has ended."""
+        """Runs `steps` steps under load, then steps until every request has ended."""
         real_hash = block_pool.hash_block
         if self.collides:
             block_pool.hash_block = lambda *_: b"constant"  # type: ignore[assignment]
         try:
             for _ in range(steps):
-                self._disturb()
+                self._apply_random_events()
                 self.watched.step()
             self.watched.runner.during_execute = None
             self.watched.drain()
@@ -84,16 +84,16 @@ class Episode:
     def _tokens(self, count: int) -> list[int]:
         return [self.generator.randrange(1, 97) for _ in range(count)]
 
-    def _disturb(self) -> None:
+    def _apply_random_events(self) -> None:
         draw = self.generator.random
-        while len(self.watched.live) < self.crowd and draw() < 0.7:
+        while len(self.watched.live) < self.max_live_samples and draw() < 0.7:
             if not self._add():
                 break
         if self.recent and draw() < 0.05:
             self.watched.abort(self.generator.choice(self.recent), self.generator.choice([None, None, 0, 1]))
         if self.recent and draw() < 0.02:
             name = self.generator.choice(self.recent)
-            self.watched.on_flight(lambda: self.watched.abort(name))
+            self.watched.during_next_step(lambda: self.watched.abort(name))
         if draw() < 0.02:
             self.watched.engine.reset_prefix_cache()
 

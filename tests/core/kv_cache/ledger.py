@@ -1,4 +1,4 @@
-"""What the tests of the block manager share: sequences without an engine, and a look at the free order from outside."""
+"""Helpers of the block manager tests: sequences without an engine, prefill and decode, order of the free blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minivllm.core.sequence import Sequence
 
 
 def make_sequence(request_id: str, prompt: int | Items[int], **details: Any) -> Sequence:
-    """A sequence of this prompt; a number stands for so many tokens that no other request id shares."""
+    """Returns a sequence with this prompt; an int is a length, with token ids that depend on the request id."""
     if isinstance(prompt, int):
         base = 1000 * (1 + sum(ord(letter) * 31**i for i, letter in enumerate(request_id)) % 100_000)
         prompt = range(base, base + prompt)
@@ -21,7 +21,7 @@ def make_sequence(request_id: str, prompt: int | Items[int], **details: Any) -> 
 
 
 def manager_with_free_order(order: Items[int], block_size: int, **options: Any) -> BlockManager:
-    """A pool whose free list is `order`, made with the public API alone; blocks not named there are in use."""
+    """Returns a manager whose free queue is `order`, built with the public API; all other blocks are in use."""
     manager = BlockManager(max(order) + 1, block_size, **options)
     manager.allocate_blocks(max(order) + 1)
     manager.free_blocks(list(order))
@@ -29,20 +29,20 @@ def manager_with_free_order(order: Items[int], block_size: int, **options: Any) 
 
 
 def free_order(manager: BlockManager) -> list[int]:
-    """In which order the free blocks would be handed out, asked of a copy."""
+    """Returns the free blocks in allocation order, taken from a copy of the manager."""
     twin = copy.deepcopy(manager)
     return list(twin.allocate_blocks(twin.get_num_free_blocks()))
 
 
 def prefill(manager: BlockManager, sequence: Sequence, num_tokens: int | None = None) -> None:
-    """Allocates, "computes" and marks the first `num_tokens` (default: all) tokens."""
+    """Allocates blocks for the first `num_tokens` tokens (default: all) and marks them as computed."""
     total = sequence.num_tokens if num_tokens is None else num_tokens
     manager.allocate_for_prefill(sequence, total)
     manager.mark_computed(sequence, total)
 
 
 def decode(manager: BlockManager, sequence: Sequence, token_id: int) -> Any:
-    """One decode step of the ledger: a token was sampled, its slot is taken and written."""
+    """Runs one decode step: appends a sampled token, allocates its slot, marks it as computed. Returns the slot."""
     sequence.append_token(token_id)
     slot = manager.append_slot_for_decode(sequence)
     manager.mark_computed(sequence, sequence.num_tokens)
@@ -50,7 +50,7 @@ def decode(manager: BlockManager, sequence: Sequence, token_id: int) -> Any:
 
 
 def snapshot(manager: BlockManager, sequences: Iterable[Any] = ()) -> Any:
-    """Everything one can ask that a question or a failure must not change."""
+    """Returns the state that queries and failed calls leave unchanged."""
     return (
         free_order(manager),
         manager.get_num_free_blocks(),

@@ -1,4 +1,4 @@
-"""Section 4 of the house plan, sentence by sentence: allocation, release, admission, slots. No model, no scheduler."""
+"""BlockManager with and without prefix caching: allocate, free, prefill, decode, admission, owners, integrity."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from minivllm.core.errors import BlockNotInUseError, IntegrityError, NoFreeBlock
 from minivllm.core.kv_cache.block_manager import BlockManager, Slot
 from tests.core.kv_cache.ledger import decode, free_order, make_sequence, prefill, snapshot
 
-both = pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-checked = pytest.mark.parametrize("validate", [False, True], ids=["service", "validate"])
+both = pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
+checked = pytest.mark.parametrize("validate", [False, True], ids=["no-validation", "validation"])
 
 
-# Raw blocks
+# Blocks without a sequence
 
 
 @both
-def test_allocation_of_too_many_blocks_takes_some(caching: bool) -> None:
+def test_allocate_blocks_beyond_the_free_ones_raises_and_takes_none(caching: bool) -> None:
     manager = BlockManager(5, 16, enable_prefix_caching=caching)
     manager.allocate_blocks(2)
     before = snapshot(manager)
@@ -31,14 +31,14 @@ def test_allocation_of_too_many_blocks_takes_some(caching: bool) -> None:
 
 
 @both
-def test_allocating_no_block_takes_one(caching: bool) -> None:
+def test_allocate_zero_blocks_returns_an_empty_list(caching: bool) -> None:
     manager = BlockManager(2, 16, enable_prefix_caching=caching)
     assert manager.allocate_blocks(0) == []
     assert manager.get_num_free_blocks() == 2
 
 
 @both
-def test_blocks_are_freed_in_another_order_than_given(caching: bool) -> None:
+def test_free_blocks_appends_to_the_free_queue_in_the_order_given(caching: bool) -> None:
     manager = BlockManager(6, 16, enable_prefix_caching=caching)
     manager.allocate_blocks(5)
     manager.free_blocks([3, 0, 4])
@@ -52,7 +52,7 @@ def test_blocks_are_freed_in_another_order_than_given(caching: bool) -> None:
 @pytest.mark.parametrize(
     "wrong", [[4], [0, 4], [0, 0], [0, 1, 0], [0, 99], [0, -1], [-6], [6]], ids=lambda ids: str(ids)
 )
-def test_wrong_release_frees_the_rest_of_its_list(caching: bool, validate: bool, wrong: list[int]) -> None:
+def test_free_blocks_with_an_invalid_id_frees_nothing(caching: bool, validate: bool, wrong: list[int]) -> None:
     manager = BlockManager(6, 16, enable_prefix_caching=caching, validate=validate)
     manager.allocate_blocks(4)
     before = snapshot(manager)
@@ -64,7 +64,7 @@ def test_wrong_release_frees_the_rest_of_its_list(caching: bool, validate: bool,
 
 
 @both
-def test_double_release_frees_a_block_that_another_got(caching: bool) -> None:
+def test_double_free_raises_an_error_naming_the_block(caching: bool) -> None:
     manager = BlockManager(3, 16, enable_prefix_caching=caching)
     [block] = manager.allocate_blocks(1)
     manager.free_blocks([block])
@@ -73,7 +73,7 @@ def test_double_release_frees_a_block_that_another_got(caching: bool) -> None:
     assert str(block) in str(caught.value)
 
 
-def test_cached_block_that_nobody_holds_can_be_freed_again() -> None:
+def test_free_blocks_of_evictable_cached_blocks_raises_and_frees_nothing() -> None:
     manager = BlockManager(4, 4, enable_prefix_caching=True)
     sequence = make_sequence("A", 8)
     prefill(manager, sequence)
@@ -98,7 +98,7 @@ def test_cached_block_that_nobody_holds_can_be_freed_again() -> None:
     ],
     ids=["allocate_blocks", "can_allocate", "allocate_for_prefill", "mark_computed", "slot_mapping", "free_blocks"],
 )
-def test_negative_count_is_taken_for_a_number_from_the_end(caching: bool, call: Any) -> None:
+def test_negative_counts_positions_and_ids_raise_and_change_nothing(caching: bool, call: Any) -> None:
     manager = BlockManager(6, 4, enable_prefix_caching=caching)
     sequence = make_sequence("A", 10)
     manager.allocate_for_prefill(sequence, 10)
@@ -108,14 +108,18 @@ def test_negative_count_is_taken_for_a_number_from_the_end(caching: bool, call: 
     assert snapshot(manager, [sequence]) == before
 
 
-@pytest.mark.parametrize("sizes", [(0, 16), (-1, 16), (4, 0), (4, -16)])
-def test_pool_of_no_blocks_or_no_tokens_is_made(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 16), (-1, 16), (4, 0), (4, -16)],
+    ids=["zero-blocks", "negative-blocks", "zero-block-size", "negative-block-size"],
+)
+def test_num_blocks_and_block_size_must_be_positive(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"num_blocks|block_size"):
         BlockManager(*sizes)
 
 
 @pytest.mark.parametrize("watermark", [-0.1, 1.5])
-def test_watermark_beyond_the_pool_is_taken(watermark: float) -> None:
+def test_watermark_outside_zero_to_one_raises(watermark: float) -> None:
     with pytest.raises(ValueError, match="watermark"):
         BlockManager(4, 16, watermark=watermark)
 
@@ -126,7 +130,7 @@ def test_watermark_beyond_the_pool_is_taken(watermark: float) -> None:
 @both
 @checked
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 16])
-def test_table_is_longer_or_shorter_than_the_tokens_need(caching: bool, validate: bool, num_tokens: int) -> None:
+def test_block_table_covers_num_tokens_with_the_fewest_blocks(caching: bool, validate: bool, num_tokens: int) -> None:
     manager = BlockManager(4, 4, enable_prefix_caching=caching, validate=validate)
     sequence = make_sequence("A", num_tokens)
     manager.allocate_for_prefill(sequence, num_tokens)
@@ -137,7 +141,7 @@ def test_table_is_longer_or_shorter_than_the_tokens_need(caching: bool, validate
 
 @both
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 16])
-def test_chunks_add_up_to_other_blocks_than_one_prefill(caching: bool, chunk: int) -> None:
+def test_chunked_prefill_builds_the_same_block_table_as_one_prefill(caching: bool, chunk: int) -> None:
     manager = BlockManager(6, 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("A", 18)
     for end in [*range(chunk, 18, chunk), 18]:
@@ -149,7 +153,7 @@ def test_chunks_add_up_to_other_blocks_than_one_prefill(caching: bool, chunk: in
 
 
 @both
-def test_asking_twice_for_the_same_tokens_takes_blocks_twice(caching: bool) -> None:
+def test_allocate_for_prefill_of_covered_tokens_takes_no_block(caching: bool) -> None:
     manager = BlockManager(6, 4, enable_prefix_caching=caching)
     sequence = make_sequence("A", 10)
     manager.allocate_for_prefill(sequence, 10)
@@ -160,7 +164,7 @@ def test_asking_twice_for_the_same_tokens_takes_blocks_twice(caching: bool) -> N
 
 @both
 @checked
-def test_failed_prefill_takes_blocks_or_touches_the_table(caching: bool, validate: bool) -> None:
+def test_failed_allocate_for_prefill_changes_nothing(caching: bool, validate: bool) -> None:
     manager = BlockManager(5, 4, enable_prefix_caching=caching, validate=validate)
     other, sequence = make_sequence("other", 8), make_sequence("A", 40)
     prefill(manager, other)
@@ -177,7 +181,7 @@ def test_failed_prefill_takes_blocks_or_touches_the_table(caching: bool, validat
 
 
 @both
-def test_asking_twice_for_one_token_takes_two_slots(caching: bool) -> None:
+def test_append_slot_for_decode_is_idempotent_for_one_token(caching: bool) -> None:
     manager = BlockManager(3, 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("A", 4)
     prefill(manager, sequence)
@@ -189,7 +193,7 @@ def test_asking_twice_for_one_token_takes_two_slots(caching: bool) -> None:
 
 
 @both
-def test_decode_without_a_free_block_changes_something(caching: bool) -> None:
+def test_decode_without_a_free_block_raises_and_changes_nothing(caching: bool) -> None:
     manager = BlockManager(3, 4, enable_prefix_caching=caching, validate=True)
     full, other = make_sequence("full", 4), make_sequence("other", 8)
     prefill(manager, full)
@@ -207,7 +211,7 @@ def test_decode_without_a_free_block_changes_something(caching: bool) -> None:
 
 
 @both
-def test_decode_inside_a_block_is_refused_in_a_full_pool(caching: bool) -> None:
+def test_decode_inside_a_block_needs_no_free_block(caching: bool) -> None:
     manager = BlockManager(1, 4, enable_prefix_caching=caching)
     sequence = make_sequence("A", 2)
     prefill(manager, sequence)
@@ -222,7 +226,7 @@ def test_decode_inside_a_block_is_refused_in_a_full_pool(caching: bool) -> None:
 
 
 @both
-def test_two_sequences_are_promised_the_same_last_block(caching: bool) -> None:
+def test_can_append_slots_counts_the_blocks_of_all_sequences_together(caching: bool) -> None:
     manager = BlockManager(3, 4, enable_prefix_caching=caching)
     one, two = make_sequence("one", 4), make_sequence("two", 4)
     for sequence in (one, two):
@@ -233,11 +237,11 @@ def test_two_sequences_are_promised_the_same_last_block(caching: bool) -> None:
     assert not manager.can_append_slots([one, two])
     assert manager.can_append_slots([])
     manager.append_slot_for_decode(one)
-    assert manager.can_append_slots([one]), "its slot is there already"
+    assert manager.can_append_slots([one]), "its slot is allocated already"
     assert not manager.can_append_slots([one, two])
 
 
-def test_watermark_keeps_a_running_sequence_from_its_next_slot() -> None:
+def test_watermark_does_not_limit_decode() -> None:
     manager = BlockManager(4, 4, watermark=0.75)
     sequence = make_sequence("A", 12)
     prefill(manager, sequence)
@@ -248,7 +252,7 @@ def test_watermark_keeps_a_running_sequence_from_its_next_slot() -> None:
 
 
 @both
-def test_slots_are_of_other_tokens_than_asked(caching: bool) -> None:
+def test_slot_mapping_follows_the_block_table(caching: bool) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching)
     manager.free_blocks(list(reversed(manager.allocate_blocks(8))))
     sequence = make_sequence("A", 11)
@@ -261,7 +265,7 @@ def test_slots_are_of_other_tokens_than_asked(caching: bool) -> None:
 
 
 @both
-def test_slots_beyond_the_table_are_invented(caching: bool) -> None:
+def test_slot_mapping_of_an_uncovered_or_reversed_range_raises(caching: bool) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching)
     sequence = make_sequence("A", 20)
     manager.allocate_for_prefill(sequence, 8)
@@ -271,12 +275,12 @@ def test_slots_beyond_the_table_are_invented(caching: bool) -> None:
         manager.slot_mapping(sequence, 5, 4)
 
 
-# Release
+# Free
 
 
 @both
-def test_sequence_frees_its_first_block_first(caching: bool) -> None:
-    """Nothing was computed, so nothing is cached: one first-in first-out queue, last block first."""
+def test_free_sequence_frees_the_last_block_first(caching: bool) -> None:
+    """Without computed tokens no block is cached: one first-in first-out queue, last block of a sequence first."""
     manager = BlockManager(6, 4, enable_prefix_caching=caching)
     one, two = make_sequence("one", 8), make_sequence("two", 9)
     manager.allocate_for_prefill(one, 8)
@@ -286,7 +290,7 @@ def test_sequence_frees_its_first_block_first(caching: bool) -> None:
     assert free_order(manager) == [5, 4, 3, 2, 1, 0]
 
 
-def test_queue_is_not_first_in_first_out_without_caching() -> None:
+def test_free_queue_without_prefix_caching_is_first_in_first_out() -> None:
     manager = BlockManager(7, 4)
     sequences = [make_sequence(name, 8) for name in "ABC"]
     for sequence in sequences:
@@ -299,7 +303,7 @@ def test_queue_is_not_first_in_first_out_without_caching() -> None:
 
 @both
 @checked
-def test_releasing_a_sequence_that_holds_nothing_raises(caching: bool, validate: bool) -> None:
+def test_free_sequence_without_blocks_is_a_no_op(caching: bool, validate: bool) -> None:
     manager = BlockManager(4, 4, enable_prefix_caching=caching, validate=validate)
     never_scheduled, freed = make_sequence("never", 8), make_sequence("freed", 8)
     manager.free_sequence(never_scheduled)
@@ -313,8 +317,8 @@ def test_releasing_a_sequence_that_holds_nothing_raises(caching: bool, validate:
 
 
 @both
-def test_freed_sequence_cannot_come_back(caching: bool) -> None:
-    """Preemption: freed with its output kept, then recomputed from the prompt on, output included."""
+def test_freed_sequence_keeps_its_tokens_and_can_be_prefilled_again(caching: bool) -> None:
+    """Preemption frees the blocks and keeps the output; the next prefill covers prompt and output."""
     manager = BlockManager(4, 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("A", 6)
     prefill(manager, sequence)
@@ -333,7 +337,7 @@ def test_freed_sequence_cannot_come_back(caching: bool) -> None:
 
 
 @both
-def test_question_changes_something(caching: bool) -> None:
+def test_queries_change_nothing(caching: bool) -> None:
     manager = BlockManager(6, 4, enable_prefix_caching=caching, watermark=0.2)
     cached, running, new = make_sequence("A", 8), make_sequence("B", 5), make_sequence("C", 8)
     new.prompt_token_ids[:4] = cached.prompt_token_ids[:4]
@@ -357,7 +361,7 @@ def test_question_changes_something(caching: bool) -> None:
 
 @both
 @pytest.mark.parametrize(("num_tokens", "fits"), [(0, True), (1, True), (12, True), (13, False), (16, False)])
-def test_admission_forgets_blocks_that_are_in_use(caching: bool, num_tokens: int, fits: bool) -> None:
+def test_admission_counts_only_free_blocks(caching: bool, num_tokens: int, fits: bool) -> None:
     manager = BlockManager(4, 4, enable_prefix_caching=caching)
     assert manager.can_allocate(16)
     assert not manager.can_allocate(17)
@@ -368,7 +372,7 @@ def test_admission_forgets_blocks_that_are_in_use(caching: bool, num_tokens: int
 
 
 @both
-def test_watermark_stops_a_lone_long_request(caching: bool) -> None:
+def test_watermark_does_not_limit_a_lone_request(caching: bool) -> None:
     manager = BlockManager(10, 4, enable_prefix_caching=caching, watermark=0.3)
     lone = make_sequence("lone", 40)
     assert manager.can_allocate(40)
@@ -378,8 +382,8 @@ def test_watermark_stops_a_lone_long_request(caching: bool) -> None:
 
 
 @both
-def test_admission_uses_the_blocks_kept_for_growth(caching: bool) -> None:
-    """Ten blocks, three kept back: with one in use, six are left for a newcomer and not one more."""
+def test_watermark_reserves_blocks_while_another_sequence_runs(caching: bool) -> None:
+    """Ten blocks, three reserved by the watermark, one in use: a new sequence gets at most six."""
     manager = BlockManager(10, 4, enable_prefix_caching=caching, watermark=0.3)
     running = make_sequence("running", 4)
     prefill(manager, running)
@@ -392,8 +396,8 @@ def test_admission_uses_the_blocks_kept_for_growth(caching: bool) -> None:
     assert manager.can_admit(make_sequence("ten", 40))
 
 
-def test_watermark_counts_where_it_must_not() -> None:
-    """Only admission sees it: allocation itself takes what is free."""
+def test_watermark_limits_admission_but_not_allocation() -> None:
+    """`can_admit` returns False; `allocate_for_prefill` takes the last free block."""
     manager = BlockManager(10, 4, watermark=0.5)
     prefill(manager, make_sequence("running", 20))
     sequence = make_sequence("new", 20)
@@ -402,8 +406,8 @@ def test_watermark_counts_where_it_must_not() -> None:
     assert manager.get_num_free_blocks() == 0
 
 
-def test_preempted_sequence_is_admitted_by_its_prompt_alone() -> None:
-    """What must be recomputed is prompt and output; a table for the prompt alone would not do."""
+def test_admission_of_a_preempted_sequence_counts_prompt_and_output() -> None:
+    """Both are recomputed: the free blocks that fit the prompt alone do not suffice."""
     manager = BlockManager(5, 4, validate=True)
     sequence = make_sequence("A", 4)
     prefill(manager, sequence)
@@ -414,13 +418,13 @@ def test_preempted_sequence_is_admitted_by_its_prompt_alone() -> None:
     assert not manager.can_admit(sequence)
 
 
-# The duck type
+# The sequence protocol
 
 
 @both
 @checked
-def test_manager_needs_more_of_a_sequence_than_the_plan_says(caching: bool, validate: bool) -> None:
-    """Anything with a request id, a table, the two counts and the token ids will do."""
+def test_manager_accepts_any_object_with_the_block_sequence_fields(caching: bool, validate: bool) -> None:
+    """The fields are the request id, the block table, two token counts and the token ids."""
 
     def plain(request_id: str) -> Any:
         return SimpleNamespace(
@@ -453,7 +457,7 @@ def test_manager_needs_more_of_a_sequence_than_the_plan_says(caching: bool, vali
 
 
 @both
-def test_owner_of_a_block_is_not_told(caching: bool) -> None:
+def test_owners_gives_state_and_request_ids_of_every_block(caching: bool) -> None:
     manager = BlockManager(6, 4, enable_prefix_caching=caching)
     assert [owner.state for owner in manager.owners()] == ["free"] * 6
     manager.allocate_blocks(1)
@@ -471,65 +475,65 @@ def test_owner_of_a_block_is_not_told(caching: bool) -> None:
 Tampering = tuple[str, Any]
 
 
-def tamper_append_free_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_free_block_appended(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table.append(7)
 
 
-def tamper_steal_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_block_of_another_sequence(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table[1] = two.block_table[1]
 
 
-def tamper_share_partial_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_shared_partial_block(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table.append(two.block_table[-1])
 
 
-def tamper_lose_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_missing_last_block(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table.pop()
 
 
-def tamper_clear_table(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_cleared_block_table(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table.clear()
     one.cached_token_count = 0
 
 
-def tamper_repeat_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_repeated_block(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table[1] = one.block_table[0]
 
 
-def tamper_unknown_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_unknown_block_id(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table[0] = 99
 
 
-def tamper_negative_block(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_negative_block_id(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table[0] = -1
 
 
-def tamper_count_too_high(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_computed_count_too_high(manager: BlockManager, one: Any, two: Any) -> None:
     one.cached_token_count = 9
 
 
-def tamper_count_negative(manager: BlockManager, one: Any, two: Any) -> None:
+def tamper_computed_count_negative(manager: BlockManager, one: Any, two: Any) -> None:
     one.cached_token_count = -1
 
 
 TAMPERINGS = [
-    tamper_append_free_block,
-    tamper_steal_block,
-    tamper_share_partial_block,
-    tamper_lose_block,
-    tamper_clear_table,
-    tamper_repeat_block,
-    tamper_unknown_block,
-    tamper_negative_block,
-    tamper_count_too_high,
-    tamper_count_negative,
+    tamper_free_block_appended,
+    tamper_block_of_another_sequence,
+    tamper_shared_partial_block,
+    tamper_missing_last_block,
+    tamper_cleared_block_table,
+    tamper_repeated_block,
+    tamper_unknown_block_id,
+    tamper_negative_block_id,
+    tamper_computed_count_too_high,
+    tamper_computed_count_negative,
 ]
 
 
 @both
 @checked
 @pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__.removeprefix("tamper_"))
-def test_damage_goes_unnoticed(caching: bool, validate: bool, tamper: Any) -> None:
+def test_check_integrity_raises_and_names_the_corrupted_sequence(caching: bool, validate: bool, tamper: Any) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=validate)
     one, two = make_sequence("request-one", 8), make_sequence("request-two", 7)
     prefill(manager, one)
@@ -545,7 +549,7 @@ def test_damage_goes_unnoticed(caching: bool, validate: bool, tamper: Any) -> No
 
 
 @both
-def test_release_of_a_foreign_block_is_believed(caching: bool) -> None:
+def test_freeing_a_block_of_another_sequence_raises_and_frees_nothing(caching: bool) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=True)
     owner, thief = make_sequence("owner", 8), make_sequence("thief", 8)
     prefill(manager, owner)
@@ -560,7 +564,7 @@ def test_release_of_a_foreign_block_is_believed(caching: bool) -> None:
 
 
 @both
-def test_release_with_a_free_block_in_the_table_frees_it_twice(caching: bool) -> None:
+def test_free_sequence_with_a_free_block_in_its_table_raises(caching: bool) -> None:
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("request-one", 8)
     prefill(manager, sequence)
@@ -570,8 +574,8 @@ def test_release_with_a_free_block_in_the_table_frees_it_twice(caching: bool) ->
 
 
 @both
-def test_another_sequence_of_the_same_name_is_taken_for_the_owner(caching: bool) -> None:
-    """A fresh object of a live id holds nothing: releasing it must not release its namesake's blocks."""
+def test_free_sequence_ignores_another_sequence_with_the_same_request_id(caching: bool) -> None:
+    """A second object with a live request id owns no blocks; the first one keeps its blocks."""
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=True)
     sequence, namesake = make_sequence("A", 8), make_sequence("A", 8)
     prefill(manager, sequence)
@@ -583,8 +587,8 @@ def test_another_sequence_of_the_same_name_is_taken_for_the_owner(caching: bool)
 
 @both
 @pytest.mark.parametrize("count", [9, 10, 16])
-def test_impossible_cached_count_is_believed(caching: bool, count: int) -> None:
-    """Six tokens of eight places are known: neither more than the table covers nor more than there are."""
+def test_mark_computed_beyond_the_covered_tokens_raises(caching: bool, count: int) -> None:
+    """The block table covers the six tokens of the sequence and has eight slots; a count of nine or more is invalid."""
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("request-one", 6)
     manager.allocate_for_prefill(sequence, 6)

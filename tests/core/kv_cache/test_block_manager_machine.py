@@ -1,7 +1,7 @@
-"""Random lives of a block manager, compared at every step with a model of the house plan written in plain lists.
+"""Random operations on a block manager, compared after every one with a reference model of plain lists.
 
-The model knows nothing of hashes or reference counts: a cached block is the tuple of all tokens up to its end. It
-predicts every table, every hit, every answer of `can_*` and the exact order of the free blocks.
+The model has no hashes and no stored reference counts: the key of a cached block is the tuple of all tokens up to its
+end. It predicts every block table, every cache hit, every answer of `can_*` and the exact order of the free blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.core.kv_cache.ledger import free_order
 
 Prefix = tuple[str | None, tuple[int, ...]]
 
-pytestmark = pytest.mark.timeout(900)  # a failure is made small first, which takes its time
+pytestmark = pytest.mark.timeout(900)  # shrinking a failing example takes minutes
 
 
 @dataclass
-class LedgerModel:
-    """The plan's section 4, as literally as possible."""
+class ReferenceModel:
+    """The rules of allocation, prefix caching, eviction order and admission, on plain lists."""
 
     num_blocks: int
     block_size: int
@@ -74,25 +74,25 @@ class LedgerModel:
             taken.append(block)
         return taken
 
-    def put_back(self, block: int) -> None:
-        """One holder has just let go."""
+    def unreference(self, block: int) -> None:
+        """Moves the block to its free queue if no table and no raw allocation names it any more."""
         if self.holders(block) == 0:
             (self.evictable if block in self.prefix_of else self.free).append(block)
 
     def fits(self, new_blocks: int) -> bool:
-        """Admission: `new_blocks` leave the free ones; somebody runs while any block is in use."""
+        """Admission of a sequence that takes `new_blocks` free blocks; the watermark needs another block in use."""
         left = len(self.order) - new_blocks
-        someone_runs = len(self.order) < self.num_blocks
-        return left >= (self.watermark_blocks if someone_runs else 0)
+        others_run = len(self.order) < self.num_blocks
+        return left >= (self.watermark_blocks if others_run else 0)
 
     def cost(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that covering `num_tokens` takes away: new ones and hits that nobody holds."""
+        """Free blocks that a prefill up to `num_tokens` takes: new blocks, and hits on evictable ones."""
         table = self.tables.get(sequence.request_id, [])
         hits = [] if table else self.hits(sequence, num_tokens)
         return self.needed([*table, *hits], num_tokens) + sum(not self.holders(block) for block in hits)
 
     def cover(self, sequence: Sequence, num_tokens: int) -> int:
-        """Returns the number of hit tokens."""
+        """Extends the block table to `num_tokens` tokens. Returns the number of hit tokens."""
         table = self.tables.setdefault(sequence.request_id, [])
         hits = [] if table else self.hits(sequence, num_tokens)
         self.evictable = [block for block in self.evictable if block not in hits]
@@ -111,19 +111,19 @@ class LedgerModel:
                 copy, table[index] = table[index], twin
                 if twin in self.evictable:
                     self.evictable.remove(twin)
-                self.put_back(copy)
+                self.unreference(copy)
 
     def release(self, sequence: Sequence) -> None:
         table = self.tables.pop(sequence.request_id, [])
         while table:
-            self.tables[""] = table  # the rest of the table still holds its blocks
+            self.tables[""] = table  # the remaining blocks stay referenced
             block = table.pop()
-            self.put_back(block)
+            self.unreference(block)
         self.tables.pop("", None)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Sequences are prefilled in chunks, decode, are preempted, come back and end; raw blocks come and go between."""
+    """Sequences are prefilled in chunks, decode, are preempted, readmitted and finish; raw blocks come and go."""
 
     @initialize(
         num_blocks=st.integers(1, 12),
@@ -136,9 +136,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager = BlockManager(
             num_blocks, block_size, enable_prefix_caching=caching, watermark=watermark, validate=validate
         )
-        self.model = LedgerModel(num_blocks, block_size, caching, -int(-watermark * num_blocks // 1))
+        self.model = ReferenceModel(num_blocks, block_size, caching, -int(-watermark * num_blocks // 1))
         self.sequences: dict[str, Sequence] = {}
-        self.asked_for: dict[str, int] = {}
+        self.covered_tokens: dict[str, int] = {}
         self.names = 0
 
     def pick(self, number: int, among: Any = None) -> Sequence:
@@ -172,7 +172,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert (free_order(self.manager), list(sequence.block_table), sequence.cached_token_count) == before
             return
         was_empty = not sequence.block_table
-        self.ask_for(sequence, end)
+        self.note_covered_tokens(sequence, end)
         hit_tokens = self.model.cover(sequence, end)
         self.manager.allocate_for_prefill(sequence, end)
         if was_empty:
@@ -183,7 +183,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(sequence.block_table for sequence in self.sequences.values()))
     @rule(which=st.integers(0, 99), share=st.integers(0, 4))
     def compute(self, which: int, share: int) -> None:
-        """Between nothing and all of what the table covers is written."""
+        """Marks none, a share or all of the covered tokens as computed."""
         sequence = self.pick(which, [sequence for sequence in self.sequences.values() if sequence.block_table])
         covered = min(self.covered(sequence), sequence.num_tokens)
         end = sequence.cached_token_count + (covered - sequence.cached_token_count) * share // 4
@@ -192,12 +192,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert sequence.cached_token_count == end
 
     def covered(self, sequence: Sequence) -> int:
-        """Tokens that room was asked for: the manager refuses to count more."""
-        return self.asked_for[sequence.request_id]
+        """Tokens that the allocations cover; `mark_computed` beyond them raises."""
+        return self.covered_tokens[sequence.request_id]
 
-    def ask_for(self, sequence: Sequence, num_tokens: int) -> None:
-        known = self.asked_for.get(sequence.request_id, 0)
-        self.asked_for[sequence.request_id] = max(known, num_tokens) if sequence.block_table else num_tokens
+    def note_covered_tokens(self, sequence: Sequence, num_tokens: int) -> None:
+        known = self.covered_tokens.get(sequence.request_id, 0)
+        self.covered_tokens[sequence.request_id] = max(known, num_tokens) if sequence.block_table else num_tokens
 
     @precondition(lambda self: any(s.cached_token_count == s.num_tokens for s in self.sequences.values()))
     @rule(which=st.integers(0, 99), token=st.integers(0, 1))
@@ -214,7 +214,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.manager.append_slot_for_decode(sequence)
             assert free_order(self.manager) == before
             return
-        self.ask_for(sequence, sequence.num_tokens)
+        self.note_covered_tokens(sequence, sequence.num_tokens)
         self.model.cover(sequence, sequence.num_tokens)
         slot = self.manager.append_slot_for_decode(sequence)
         position = sequence.num_tokens - 1
@@ -238,7 +238,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         del self.sequences[sequence.request_id]
 
     @rule(count=st.integers(0, 4))
-    def take_raw(self, count: int) -> None:
+    def allocate_raw_blocks(self, count: int) -> None:
         if count > len(self.model.order):
             before = free_order(self.manager)
             with pytest.raises(NoFreeBlocksError):
@@ -251,16 +251,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.raw)
     @rule(data=st.data())
-    def free_raw(self, data: Any) -> None:
-        given_back = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
-        self.manager.free_blocks(given_back)
-        for block in given_back:
+    def free_raw_blocks(self, data: Any) -> None:
+        freed = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
+        self.manager.free_blocks(freed)
+        for block in freed:
             self.model.raw.remove(block)
-            self.model.put_back(block)
+            self.model.unreference(block)
 
     @precondition(lambda self: self.model.order)
     @rule(which=st.integers(0, 99))
-    def free_raw_wrongly(self, which: int) -> None:
+    def free_blocks_not_in_use(self, which: int) -> None:
         wrong = self.model.order[which % len(self.model.order)]
         with pytest.raises(BlockNotInUseError):
             self.manager.free_blocks([*self.model.raw, wrong])
@@ -273,7 +273,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.model.prefix_of.clear()
             self.model.free += self.model.evictable
             self.model.evictable = []
-            # In which order emptied blocks join the queue is not laid down: take the manager's word for it.
+            # A reset may append blocks to the free queue in any order, so the model adopts the manager's.
             order = free_order(self.manager)
             assert sorted(order) == sorted(self.model.free)
             self.model.free = order
@@ -286,12 +286,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not sequence.block_table:
             cost = self.model.cost(sequence, sequence.num_tokens)
             assert self.manager.can_admit(sequence) is self.model.fits(cost)
-        everybody = [s for s in self.sequences.values() if s.block_table and s.cached_token_count == s.num_tokens - 1]
-        wanted = sum(self.model.needed(s.block_table, s.num_tokens) for s in everybody)
-        assert self.manager.can_append_slots(everybody) is (wanted <= len(self.model.order))
+        decoding = [s for s in self.sequences.values() if s.block_table and s.cached_token_count == s.num_tokens - 1]
+        wanted = sum(self.model.needed(s.block_table, s.num_tokens) for s in decoding)
+        assert self.manager.can_append_slots(decoding) is (wanted <= len(self.model.order))
 
     @invariant()
-    def agrees_with_the_model(self) -> None:
+    def state_is_consistent(self) -> None:
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
@@ -307,7 +307,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 class CollisionMachine(BlockManagerMachine):
-    """The same lives with a hash that is the same for all: hits may be missed, but a wrong one must never be given."""
+    """The same operations with one constant block hash: hits may be missed, but every hit is of the same prefix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,21 +325,21 @@ class CollisionMachine(BlockManagerMachine):
         if end == sequence.cached_token_count:
             return
         was_empty = not sequence.block_table
-        asked_before = dict(self.asked_for)
-        self.ask_for(sequence, end)
+        covered_before = dict(self.covered_tokens)
+        self.note_covered_tokens(sequence, end)
         try:
             self.manager.allocate_for_prefill(sequence, end)
         except NoFreeBlocksError:
-            self.asked_for = asked_before
+            self.covered_tokens = covered_before
             return
         if was_empty:
             hits = sequence.cached_token_count // self.model.block_size
             for index, block in enumerate(sequence.block_table[:hits]):
                 end_of_block = (index + 1) * self.model.block_size
-                assert self.written[block] == self.model.prefix(sequence, end_of_block), "another prefix was served"
+                assert self.written[block] == self.model.prefix(sequence, end_of_block), "the hit is of another prefix"
 
     @initialize()
-    def remember_what_is_written(self) -> None:
+    def start_recording_writes(self) -> None:
         self.written: dict[int, Prefix] = {}
 
     @precondition(lambda self: any(sequence.block_table for sequence in self.sequences.values()))
@@ -362,7 +362,7 @@ class CollisionMachine(BlockManagerMachine):
         sequence = self.pick(which, [s for s in self.sequences.values() if s.cached_token_count == s.num_tokens])
         sequence.append_token(token)
         if self.manager.can_append_slot(sequence):
-            self.ask_for(sequence, sequence.num_tokens)
+            self.note_covered_tokens(sequence, sequence.num_tokens)
             self.manager.append_slot_for_decode(sequence)
 
     @precondition(lambda self: self.sequences)
@@ -371,19 +371,19 @@ class CollisionMachine(BlockManagerMachine):
         self.manager.free_sequence(self.pick(which))
 
     @rule(count=st.integers(0, 4))
-    def take_raw(self, count: int) -> None:
+    def allocate_raw_blocks(self, count: int) -> None:
         if count <= self.manager.get_num_free_blocks():
             self.model.raw += self.manager.allocate_blocks(count)
 
     @precondition(lambda self: self.model.raw)
     @rule(data=st.data())
-    def free_raw(self, data: Any) -> None:
-        given_back = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
-        self.manager.free_blocks(given_back)
-        self.model.raw = [block for block in self.model.raw if block not in given_back]
+    def free_raw_blocks(self, data: Any) -> None:
+        freed = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
+        self.manager.free_blocks(freed)
+        self.model.raw = [block for block in self.model.raw if block not in freed]
 
     @rule()
-    def free_raw_wrongly(self) -> None:
+    def free_blocks_not_in_use(self) -> None:
         order = free_order(self.manager)
         if order:
             with pytest.raises(BlockNotInUseError):
@@ -399,7 +399,7 @@ class CollisionMachine(BlockManagerMachine):
             self.manager.can_admit(sequence)
 
     @invariant()
-    def agrees_with_the_model(self) -> None:
+    def state_is_consistent(self) -> None:
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
@@ -407,7 +407,7 @@ class CollisionMachine(BlockManagerMachine):
         assert self.manager.get_num_free_blocks() + len(in_use) == self.model.num_blocks
 
 
-# The same examples every time, so that a failure is of the change at hand; `make soak` goes where nobody was.
+# The same examples in every run, so that a failure comes from the change under test; `make soak` explores new ones.
 thorough = settings(
     derandomize=True,
     max_examples=150,
@@ -416,7 +416,7 @@ thorough = settings(
     suppress_health_check=[HealthCheck.filter_too_much],
 )
 
-TestBlockManagerDiffersFromThePlan = BlockManagerMachine.TestCase
-TestBlockManagerDiffersFromThePlan.settings = thorough
-TestCollisionServesAnotherPrefix = CollisionMachine.TestCase
-TestCollisionServesAnotherPrefix.settings = thorough
+TestBlockManagerMatchesTheReferenceModel = BlockManagerMachine.TestCase
+TestBlockManagerMatchesTheReferenceModel.settings = thorough
+TestHashCollisionNeverServesAnotherPrefix = CollisionMachine.TestCase
+TestHashCollisionNeverServesAnotherPrefix.settings = thorough

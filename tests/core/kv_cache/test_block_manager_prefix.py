@@ -1,4 +1,4 @@
-"""Prefix caching in the block manager: hits, publication, eviction order, collisions, salts, reset."""
+"""Prefix caching in the block manager: hits, caching of full blocks, sharing, eviction, collisions, salts, reset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def caching_manager(num_blocks: int, block_size: int = SIZE, **options: Any) -> 
 
 
 def hits(manager: BlockManager, prompt: list[int], **details: Any) -> int:
-    """Tokens that a new sequence of this prompt finds cached; leaves the manager as it was."""
+    """Returns the number of tokens a new sequence with this prompt hits; leaves the manager unchanged."""
     twin = copy.deepcopy(manager)
     probe = Sequence("probe", prompt, SamplingParams(), **details)
     twin.allocate_for_prefill(probe, len(prompt))
@@ -39,10 +39,10 @@ def run_once(manager: BlockManager, request_id: str, prompt: list[int], **detail
     return sequence
 
 
-# What is found
+# Hits
 
 
-def test_second_pass_of_17_tokens_does_not_hit_16() -> None:
+def test_repeated_prompt_of_17_tokens_hits_its_full_block_of_16() -> None:
     manager = caching_manager(8, 16)
     prompt = list(range(17))
     run_once(manager, "first", prompt)
@@ -52,7 +52,7 @@ def test_second_pass_of_17_tokens_does_not_hit_16() -> None:
     assert len(second.block_table) == 2
 
 
-def test_second_pass_of_48_tokens_leaves_nothing_to_compute() -> None:
+def test_fully_cached_prompt_leaves_at_least_one_token_to_compute() -> None:
     manager = caching_manager(8, 16)
     prompt = list(range(48))
     run_once(manager, "first", prompt)
@@ -67,8 +67,8 @@ def test_second_pass_of_48_tokens_leaves_nothing_to_compute() -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 14))
-def test_longest_cached_prefix_is_not_the_one_found(length: int) -> None:
-    """12 tokens cached; prompts that agree with them for `length` tokens and then go on differently."""
+def test_longest_cached_prefix_of_full_blocks_is_hit(length: int) -> None:
+    """12 tokens are cached; the prompt shares its first `length` tokens with them and then differs."""
     manager = caching_manager(8)
     prompt = list(range(12))
     run_once(manager, "first", prompt)
@@ -76,7 +76,7 @@ def test_longest_cached_prefix_is_not_the_one_found(length: int) -> None:
     assert hits(manager, probe) == min(length, 12) // SIZE * SIZE
 
 
-def test_equal_block_after_another_prefix_is_a_hit() -> None:
+def test_block_is_hit_only_after_the_same_prefix() -> None:
     manager = caching_manager(8)
     run_once(manager, "first", [1, 2, 3, 4, 5, 6, 7, 8])
     assert hits(manager, [9, 9, 9, 9, 5, 6, 7, 8, 0]) == 0
@@ -84,8 +84,8 @@ def test_equal_block_after_another_prefix_is_a_hit() -> None:
     assert hits(manager, [1, 2, 3, 4, 5, 6, 7, 9, 0]) == 4
 
 
-def test_generated_tokens_are_never_cached() -> None:
-    """A conversation's next turn begins with what was generated in the last one."""
+def test_output_tokens_are_cached_with_their_prompt() -> None:
+    """The next turn of a conversation starts with the output of the last one."""
     manager = caching_manager(8)
     sequence = Sequence("first", [1, 2, 3], SamplingParams())
     prefill(manager, sequence)
@@ -95,7 +95,7 @@ def test_generated_tokens_are_never_cached() -> None:
     assert hits(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]) == 8
 
 
-def test_preempted_sequence_does_not_find_its_own_blocks() -> None:
+def test_preempted_sequence_hits_its_own_cached_blocks() -> None:
     manager = caching_manager(8)
     sequence = make_sequence("A", 10)
     prefill(manager, sequence)
@@ -106,14 +106,14 @@ def test_preempted_sequence_does_not_find_its_own_blocks() -> None:
     assert sequence.block_table[:2] == [0, 1]
 
 
-def test_tail_that_is_not_a_full_block_is_a_hit() -> None:
+def test_partial_block_is_not_cached() -> None:
     manager = caching_manager(8)
     run_once(manager, "first", [1, 2, 3, 4, 5, 6])
     assert hits(manager, [1, 2, 3, 4, 5, 6, 7]) == 4
 
 
-def test_hits_are_looked_up_again_for_later_chunks() -> None:
-    """A table that is begun goes on with its own blocks, whatever has been cached meanwhile."""
+def test_prefix_is_matched_only_for_the_first_chunk() -> None:
+    """Later chunks extend the block table with new blocks, even if equal blocks were cached meanwhile."""
     manager = caching_manager(12)
     prompt = list(range(12))
     slow = Sequence("slow", prompt, SamplingParams())
@@ -125,7 +125,7 @@ def test_hits_are_looked_up_again_for_later_chunks() -> None:
     manager.check_integrity()
 
 
-def test_first_chunk_that_ends_inside_the_hits_counts_more_than_it_covers() -> None:
+def test_first_chunk_inside_the_cached_prefix_leaves_a_token_to_compute() -> None:
     manager = caching_manager(12)
     prompt = list(range(12))
     run_once(manager, "first", prompt)
@@ -139,7 +139,7 @@ def test_first_chunk_that_ends_inside_the_hits_counts_more_than_it_covers() -> N
     manager.check_integrity()
 
 
-def test_cache_is_used_though_it_is_off() -> None:
+def test_disabled_prefix_caching_caches_nothing() -> None:
     manager = BlockManager(8, SIZE, validate=True)
     prompt = list(range(9))
     run_once(manager, "first", prompt)
@@ -147,7 +147,7 @@ def test_cache_is_used_though_it_is_off() -> None:
     assert {owner.state for owner in manager.owners()} == {"free"}
 
 
-def test_prompt_logprobs_are_lost_to_a_hit() -> None:
+def test_request_with_prompt_logprobs_skips_the_prefix_cache() -> None:
     manager = caching_manager(8)
     prompt = list(range(9))
     run_once(manager, "first", prompt)
@@ -159,10 +159,10 @@ def test_prompt_logprobs_are_lost_to_a_hit() -> None:
     manager.check_integrity()
 
 
-# When it is published
+# Caching of full blocks
 
 
-def test_block_is_published_before_its_kv_is_written() -> None:
+def test_block_is_cached_once_it_is_full_and_computed() -> None:
     manager = caching_manager(8)
     prompt = list(range(9))
     first = Sequence("first", prompt, SamplingParams())
@@ -174,8 +174,8 @@ def test_block_is_published_before_its_kv_is_written() -> None:
     assert hits(manager, prompt) == 8
 
 
-def test_released_block_that_was_not_written_is_found() -> None:
-    """Aborted half way through its prefill: only what was computed stays."""
+def test_free_during_prefill_caches_only_computed_full_blocks() -> None:
+    """A request aborted during prefill leaves cached only the full blocks it computed."""
     manager = caching_manager(8)
     prompt = list(range(13))
     first = Sequence("first", prompt, SamplingParams())
@@ -186,7 +186,7 @@ def test_released_block_that_was_not_written_is_found() -> None:
     assert [owner.state for owner in manager.owners()].count("cached") == 1
 
 
-def test_two_equal_prompts_in_one_step_keep_two_copies() -> None:
+def test_equal_prompts_computed_in_one_step_share_their_full_blocks() -> None:
     manager = caching_manager(8)
     prompt = list(range(10))
     one, two = (Sequence(name, prompt, SamplingParams()) for name in ("one", "two"))
@@ -217,7 +217,7 @@ def test_two_equal_prompts_in_one_step_keep_two_copies() -> None:
 # Sharing
 
 
-def test_shared_block_is_freed_with_its_first_holder() -> None:
+def test_shared_block_stays_owned_until_its_last_sequence_is_freed() -> None:
     manager = caching_manager(8)
     prompt = list(range(9))
     one = Sequence("one", prompt, SamplingParams())
@@ -235,37 +235,37 @@ def test_shared_block_is_freed_with_its_first_holder() -> None:
     assert manager.get_num_free_blocks() == 8
 
 
-def test_hits_that_others_hold_are_counted_as_needed() -> None:
-    """Five blocks, three in use: a prompt of four blocks, two of them shared with the holder, fits."""
+def test_hits_on_blocks_in_use_need_no_free_block() -> None:
+    """Five blocks, three in use: a prompt of four blocks fits, because two of them are shared."""
     manager = caching_manager(5)
     holder = make_sequence("holder", 9)
     prefill(manager, holder)
     prompt = [*holder.prompt_token_ids[:8], *range(8)]
-    newcomer = Sequence("new", prompt, SamplingParams())
-    assert not manager.can_allocate(16), "hits unknown"
-    assert manager.can_admit(newcomer), "hits known"
-    prefill(manager, newcomer)
+    new = Sequence("new", prompt, SamplingParams())
+    assert not manager.can_allocate(16), "without the hits it does not fit"
+    assert manager.can_admit(new), "with the hits it fits"
+    prefill(manager, new)
     assert manager.get_num_free_blocks() == 0
     manager.check_integrity()
 
 
-def test_evictable_hits_are_counted_as_free_twice() -> None:
-    """Two free blocks, both hits of the newcomer: they cannot also hold its third and fourth."""
+def test_hits_on_evictable_blocks_use_up_free_blocks() -> None:
+    """Both free blocks are hits of the new sequence, so none is left for its third block."""
     manager = caching_manager(4)
     cached = run_once(manager, "cached", list(range(8)))
     prefill(manager, make_sequence("running", 8))
     assert manager.get_num_free_blocks() == 2
-    newcomer = Sequence("new", [*cached.prompt_token_ids, 1, 2, 3], SamplingParams())
-    assert not manager.can_admit(newcomer)
-    before = snapshot(manager, [newcomer])
+    new = Sequence("new", [*cached.prompt_token_ids, 1, 2, 3], SamplingParams())
+    assert not manager.can_admit(new)
+    before = snapshot(manager, [new])
     with pytest.raises(NoFreeBlocksError):
-        manager.allocate_for_prefill(newcomer, 11)
-    assert snapshot(manager, [newcomer]) == before
+        manager.allocate_for_prefill(new, 11)
+    assert snapshot(manager, [new]) == before
     assert hits(manager, [*cached.prompt_token_ids[:4], 9]) == 4, "a failed allocation evicts nothing"
 
 
-def test_full_hit_that_gives_up_its_last_block_is_refused() -> None:
-    """Eight cached tokens fill the pool: four are hit, the last block is recomputed in its own place."""
+def test_fully_cached_prompt_is_admitted_to_a_pool_of_its_own_size() -> None:
+    """Eight cached tokens fill the pool: the first block is a hit, the last one is evicted and recomputed."""
     manager = caching_manager(2)
     prompt = list(range(8))
     run_once(manager, "first", prompt)
@@ -279,30 +279,30 @@ def test_full_hit_that_gives_up_its_last_block_is_refused() -> None:
     assert hits(manager, [*prompt[:4], 9]) == 4
 
 
-def test_failed_allocation_changes_reference_counts_or_the_free_order() -> None:
+def test_failed_allocation_keeps_reference_counts_and_free_order() -> None:
     manager = caching_manager(8)
     cached = run_once(manager, "cached", list(range(12)))
     holder = Sequence("holder", [*range(4), 50, 51], SamplingParams())
     prefill(manager, holder)
     other = make_sequence("other", 7)
     prefill(manager, other)
-    newcomer = Sequence("new", [*range(12), *range(60, 80)], SamplingParams())
-    before = snapshot(manager, [cached, holder, other, newcomer])
+    new = Sequence("new", [*range(12), *range(60, 80)], SamplingParams())
+    before = snapshot(manager, [cached, holder, other, new])
     for _ in range(2):
         with pytest.raises(NoFreeBlocksError):
-            manager.allocate_for_prefill(newcomer, 32)
+            manager.allocate_for_prefill(new, 32)
         with pytest.raises(NoFreeBlocksError):
             manager.allocate_blocks(6)
-    assert snapshot(manager, [cached, holder, other, newcomer]) == before
+    assert snapshot(manager, [cached, holder, other, new]) == before
     assert hits(manager, [*range(12), 99]) == 12
     manager.check_integrity()
 
 
-# Orders
+# Eviction order
 
 
-def test_cached_blocks_are_reused_before_the_others_or_parents_before_children() -> None:
-    """Two sequences of three full blocks and a part of one are freed: first the parts, then the deepest cached."""
+def test_uncached_blocks_are_reused_first_then_cached_blocks_deepest_first() -> None:
+    """Two freed sequences of three full blocks and a partial one: first the partial blocks, then each deepest first."""
     manager = caching_manager(8)
     one, two = make_sequence("one", 14), make_sequence("two", 15)
     prefill(manager, one)
@@ -314,7 +314,7 @@ def test_cached_blocks_are_reused_before_the_others_or_parents_before_children()
     assert manager.allocate_blocks(8) == [3, 7, 2, 1, 0, 6, 5, 4]
 
 
-def test_order_of_release_is_not_the_order_of_eviction() -> None:
+def test_blocks_are_evicted_in_the_order_their_sequences_were_freed() -> None:
     manager = caching_manager(8)
     one, two = make_sequence("one", 14), make_sequence("two", 15)
     prefill(manager, one)
@@ -324,8 +324,8 @@ def test_order_of_release_is_not_the_order_of_eviction() -> None:
     assert manager.allocate_blocks(8) == [7, 3, 6, 5, 4, 2, 1, 0]
 
 
-def test_hit_does_not_renew_a_block() -> None:
-    """Least recently used first: the older prefix was used again, so the younger one goes first."""
+def test_hit_makes_a_block_most_recently_used() -> None:
+    """Eviction is least recently used first: the older prefix is hit again, so the younger one is evicted first."""
     manager = caching_manager(6)
     old, young = list(range(10, 19)), list(range(30, 39))
     run_once(manager, "old", old)
@@ -335,7 +335,7 @@ def test_hit_does_not_renew_a_block() -> None:
     assert free_order(manager) == [5, 2, 4, 3, 1, 0]
 
 
-def test_asking_for_admission_renews_a_block() -> None:
+def test_admission_check_keeps_the_eviction_order() -> None:
     manager = caching_manager(6)
     old, young = list(range(10, 18)), list(range(30, 38))
     run_once(manager, "old", old)
@@ -345,13 +345,13 @@ def test_asking_for_admission_renews_a_block() -> None:
     assert free_order(manager) == before
 
 
-def test_evicted_block_is_still_found() -> None:
+def test_evicted_block_is_no_longer_hit() -> None:
     manager = caching_manager(4)
     prompt = list(range(12))
     run_once(manager, "first", prompt)
     [unhashed] = manager.allocate_blocks(1)
     assert unhashed == 3
-    assert manager.allocate_blocks(1) == [2], "the deepest goes first"
+    assert manager.allocate_blocks(1) == [2], "the deepest block is evicted first"
     manager.check_integrity()
     manager.free_blocks([2, 3])
     assert hits(manager, [*prompt, 99]) == 8
@@ -360,7 +360,7 @@ def test_evicted_block_is_still_found() -> None:
     assert [owner.state for owner in manager.owners()].count("cached") == 1
 
 
-def test_blocks_freed_by_hand_keep_a_prefix_they_no_longer_hold() -> None:
+def test_reallocated_blocks_lose_their_cached_content() -> None:
     manager = caching_manager(3)
     run_once(manager, "first", list(range(12)))
     blocks = manager.allocate_blocks(3)
@@ -370,7 +370,7 @@ def test_blocks_freed_by_hand_keep_a_prefix_they_no_longer_hold() -> None:
     manager.check_integrity()
 
 
-def test_unhashed_blocks_that_come_free_later_wait_behind_cached_ones() -> None:
+def test_uncached_blocks_freed_later_are_reused_before_cached_ones() -> None:
     manager = caching_manager(6)
     run_once(manager, "cached", list(range(8)))
     blocks = manager.allocate_blocks(4)
@@ -386,7 +386,7 @@ def constant_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_pool, "hash_block", lambda *_, **__: b"the same for all")
 
 
-def test_collision_serves_the_kv_of_another(constant_hash: None) -> None:
+def test_hash_collision_is_no_hit_for_other_tokens(constant_hash: None) -> None:
     manager = caching_manager(16)
     run_once(manager, "first", [1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert hits(manager, [9, 8, 7, 6, 5, 4, 3, 2, 1]) == 0
@@ -398,14 +398,14 @@ def test_collision_serves_the_kv_of_another(constant_hash: None) -> None:
     manager.free_sequence(second)
     third = Sequence("third", [1, 2, 3, 4, 1, 2, 3, 4, 5], SamplingParams())
     prefill(manager, third)
-    assert third.block_table[0] != third.block_table[1], "a block was taken for the next one of the same tokens"
+    assert third.block_table[0] != third.block_table[1], "equal tokens at different positions are different blocks"
     manager.check_integrity()
     manager.free_sequence(third)
     assert manager.get_num_free_blocks() == 16
 
 
-def test_repeating_block_is_found_at_the_wrong_place_under_a_collision(constant_hash: None) -> None:
-    """Blocks X X X with one hash for all: each stands for another prefix, and only the first can be X alone."""
+def test_hash_collision_is_no_hit_for_equal_tokens_at_another_position(constant_hash: None) -> None:
+    """Three blocks of equal tokens have three different prefixes, although all hashes collide."""
     manager = caching_manager(16)
     block = [7, 7, 7, 7]
     run_once(manager, "first", block * 3)
@@ -416,7 +416,7 @@ def test_repeating_block_is_found_at_the_wrong_place_under_a_collision(constant_
     manager.check_integrity()
 
 
-def test_collision_serves_another_salt(constant_hash: None) -> None:
+def test_hash_collision_is_no_hit_for_another_salt(constant_hash: None) -> None:
     manager = caching_manager(16)
     prompt = list(range(9))
     run_once(manager, "first", prompt, cache_salt="tenant one")
@@ -424,7 +424,7 @@ def test_collision_serves_another_salt(constant_hash: None) -> None:
     assert hits(manager, prompt) == 0
 
 
-def test_salts_share_blocks() -> None:
+def test_cached_blocks_are_shared_only_within_one_salt() -> None:
     manager = caching_manager(16)
     prompt = list(range(9))
     run_once(manager, "first", prompt, cache_salt="one")
@@ -438,16 +438,20 @@ def test_salts_share_blocks() -> None:
     assert hits(manager, prompt, cache_salt="") == 0
 
 
-def test_salt_and_tokens_can_be_confused() -> None:
-    """The salt must not be readable as the first tokens: bytes of one must never make the bytes of the other."""
+def test_token_ids_that_spell_a_salt_are_no_hit() -> None:
+    """Hash input of the salt and of token ids is distinct, even if their bytes are equal."""
     manager = caching_manager(16)
     run_once(manager, "first", list(range(9)), cache_salt="a")
     shifted = [int.from_bytes(b"a".ljust(8, b"\0"), "little"), *range(8)]
     assert hits(manager, shifted) == 0
 
 
-@pytest.mark.parametrize("salt", ["\ud800", "\0", "s" * 10_000, "ü 漢"])
-def test_odd_salt_breaks_the_hash(salt: str) -> None:
+@pytest.mark.parametrize(
+    "salt",
+    ["\ud800", "\0", "s" * 10_000, "ü 漢"],
+    ids=["lone-surrogate", "null-character", "10000-characters", "non-ascii"],
+)
+def test_salt_may_be_any_string(salt: str) -> None:
     manager = caching_manager(8)
     prompt = list(range(9))
     run_once(manager, "first", prompt, cache_salt=salt)
@@ -455,8 +459,8 @@ def test_odd_salt_breaks_the_hash(salt: str) -> None:
     assert hits(manager, prompt, cache_salt=salt + "x") == 0
 
 
-def test_hash_can_be_computed_outside_the_process() -> None:
-    """Keyed per process: two processes hash the same block differently."""
+def test_block_hash_is_keyed_per_process() -> None:
+    """Two processes hash the same block differently, so clients cannot craft collisions."""
     code = "from minivllm.core.kv_cache.block_pool import hash_block; print(hash_block(None, [1, 2, 3, 4], None))"
     digests = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -465,7 +469,7 @@ def test_hash_can_be_computed_outside_the_process() -> None:
     assert len(digests) == 2
 
 
-def test_hash_does_not_depend_on_everything_it_stands_for() -> None:
+def test_block_hash_depends_on_parent_tokens_and_salt() -> None:
     base = (None, [1, 2, 3, 4], None)
     variants = [
         base,
@@ -484,7 +488,7 @@ def test_hash_does_not_depend_on_everything_it_stands_for() -> None:
 # Reset
 
 
-def test_reset_takes_blocks_from_under_a_sequence() -> None:
+def test_reset_with_cached_blocks_in_use_returns_false_and_changes_nothing() -> None:
     manager = caching_manager(8)
     sequence = make_sequence("A", 9)
     run_once(manager, "other", list(range(9)))
@@ -492,24 +496,24 @@ def test_reset_takes_blocks_from_under_a_sequence() -> None:
     before = snapshot(manager, [sequence])
     assert manager.reset_prefix_cache() is False
     assert snapshot(manager, [sequence]) == before
-    assert hits(manager, list(range(9))) == 8, "nothing changed"
+    assert hits(manager, list(range(9))) == 8, "the cache is unchanged"
 
 
-def test_reset_forgets_too_little() -> None:
+def test_reset_forgets_all_cached_blocks_and_caching_continues() -> None:
     manager = caching_manager(8)
     prompt = list(range(9))
     run_once(manager, "first", prompt)
     partial = make_sequence("partial", 3)
     prefill(manager, partial)
-    assert manager.reset_prefix_cache() is True, "a sequence without a cached block is not in the way"
+    assert manager.reset_prefix_cache() is True, "a sequence without cached blocks does not prevent a reset"
     assert hits(manager, prompt) == 0
     assert manager.get_num_free_blocks() == 7
     assert {owner.state for owner in manager.owners()} == {"free", "owned"}
     manager.check_integrity()
     run_once(manager, "second", prompt)
-    assert hits(manager, prompt) == 8, "caching goes on after a reset"
+    assert hits(manager, prompt) == 8, "blocks are cached again after a reset"
 
 
-def test_reset_of_an_empty_cache_fails() -> None:
+def test_reset_of_an_empty_prefix_cache_returns_true() -> None:
     assert caching_manager(2).reset_prefix_cache() is True
     assert BlockManager(2, SIZE).reset_prefix_cache() is True

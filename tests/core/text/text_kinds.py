@@ -1,4 +1,4 @@
-"""Tokenizers of every kind whose text we put together, small ones made here and the default model's."""
+"""One tokenizer per decoder type: small ones trained here, and the one of the default model."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def _byte_level() -> Tokenizer:
 
 
 def _pieces(decoder: Any, normalizer: Any = None) -> Tokenizer:
-    """SentencePiece style with byte fallback: trained without the emoji and the Hebrew, so that those come as bytes."""
+    """Builds a SentencePiece-style BPE with byte fallback, trained on ASCII: other characters become bytes."""
     backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizer or normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + byte_tokens, show_progress=False)
     backend.train_from_iterator([text for text in TEXTS if text.isascii()] * 2, trainer)
-    # Byte tokens are text of the model, not marks: of the special ones only the first three are left out.
+    # The trainer marks byte tokens as special, but decoding must keep them: only SPECIAL stays special.
     data = backend.to_str()
 
     parsed = json.loads(data)

@@ -1,4 +1,7 @@
-"""The worked examples of the article this system comes from, value for value."""
+"""Worked examples with explicit block ids and slots: prefill, decode, block boundaries, free.
+
+Unless a test says otherwise a block has 16 slots and the free queue is [3, 8, 1, 5, 7].
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from minivllm.core.errors import NoFreeBlocksError
 from minivllm.core.kv_cache.block_manager import BlockManager, Slot
 from tests.core.kv_cache.ledger import decode, free_order, make_sequence, manager_with_free_order, prefill
 
-ARTICLE_FREE_LIST = [3, 8, 1, 5, 7]
+FREE_QUEUE = [3, 8, 1, 5, 7]
 
-pytestmark = pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-
-
-def article_manager(caching: bool) -> BlockManager:
-    return manager_with_free_order(ARTICLE_FREE_LIST, 16, enable_prefix_caching=caching, validate=True)
+pytestmark = pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
 
 
-def test_fresh_pool_does_not_hand_out_blocks_in_order(caching: bool) -> None:
+def example_manager(caching: bool) -> BlockManager:
+    return manager_with_free_order(FREE_QUEUE, 16, enable_prefix_caching=caching, validate=True)
+
+
+def test_fresh_pool_hands_out_blocks_in_order(caching: bool) -> None:
     manager = BlockManager(6, 16, enable_prefix_caching=caching)
     assert manager.get_num_free_blocks() == 6
     assert manager.allocate_blocks(2) == [0, 1]
@@ -25,9 +28,9 @@ def test_fresh_pool_does_not_hand_out_blocks_in_order(caching: bool) -> None:
     assert manager.get_num_free_blocks() == 1
 
 
-def test_prefill_takes_other_blocks_than_the_first_of_the_free_list(caching: bool) -> None:
-    manager = article_manager(caching)
-    assert free_order(manager) == ARTICLE_FREE_LIST
+def test_prefill_takes_the_first_blocks_of_the_free_queue(caching: bool) -> None:
+    manager = example_manager(caching)
+    assert free_order(manager) == FREE_QUEUE
     sequence = make_sequence("A", 40)
     manager.allocate_for_prefill(sequence, 40)
     assert sequence.block_table == [3, 8, 1]
@@ -35,8 +38,8 @@ def test_prefill_takes_other_blocks_than_the_first_of_the_free_list(caching: boo
     assert manager.get_num_free_blocks() == 2
 
 
-def test_prompt_tokens_get_wrong_slots(caching: bool) -> None:
-    manager = article_manager(caching)
+def test_prompt_tokens_get_the_slots_of_their_block_table(caching: bool) -> None:
+    manager = example_manager(caching)
     sequence = make_sequence("A", 40)
     manager.allocate_for_prefill(sequence, 40)
     slots = manager.slot_mapping(sequence, 0, 40)
@@ -49,8 +52,8 @@ def test_prompt_tokens_get_wrong_slots(caching: bool) -> None:
     assert list(manager.slot_mapping(sequence, 15, 17)) == [63, 128]
 
 
-def test_decode_at_40_does_not_go_on_in_the_last_block(caching: bool) -> None:
-    manager = article_manager(caching)
+def test_decode_at_40_tokens_writes_into_the_last_block(caching: bool) -> None:
+    manager = example_manager(caching)
     sequence = make_sequence("A", 40)
     prefill(manager, sequence)
     slots = [decode(manager, sequence, 7000 + step) for step in range(8)]
@@ -60,8 +63,8 @@ def test_decode_at_40_does_not_go_on_in_the_last_block(caching: bool) -> None:
     assert free_order(manager) == [5, 7]
 
 
-def test_decode_at_48_does_not_open_a_new_block(caching: bool) -> None:
-    manager = article_manager(caching)
+def test_decode_at_48_tokens_allocates_a_new_block(caching: bool) -> None:
+    manager = example_manager(caching)
     sequence = make_sequence("A", 40)
     prefill(manager, sequence)
     for step in range(8):
@@ -72,8 +75,8 @@ def test_decode_at_48_does_not_open_a_new_block(caching: bool) -> None:
 
 
 @pytest.mark.parametrize("context_len", [16, 32, 48])
-def test_block_boundary_is_missed(caching: bool, context_len: int) -> None:
-    """ "For context lengths of 16, 32 and 48, the next write opens a new block"; one token earlier or later, none."""
+def test_decode_allocates_a_block_only_at_a_block_boundary(caching: bool, context_len: int) -> None:
+    """The token after 16, 32 or 48 tokens allocates a block; one token earlier or later does not."""
     for length, opens in ((context_len - 1, 0), (context_len, 1), (context_len + 1, 0)):
         manager = BlockManager(8, 16, enable_prefix_caching=caching, validate=True)
         sequence = make_sequence("A", length)
@@ -84,8 +87,8 @@ def test_block_boundary_is_missed(caching: bool, context_len: int) -> None:
         assert slot == Slot(sequence.block_table[length // 16], length % 16)
 
 
-def test_life_of_a_request_differs_from_the_article(caching: bool) -> None:
-    """Block size 4, prompt A..F on blocks 10 and 3; G at (3, 2), H at (3, 3), I opens block 6 at offset 0."""
+def test_prompt_and_output_tokens_fill_the_block_table_in_order(caching: bool) -> None:
+    """Block size 4, prompt A..F in blocks 10 and 3; G goes to (3, 2), H to (3, 3), I to offset 0 of the new block 6."""
     manager = manager_with_free_order([10, 3, 6, 2], 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("request", [ord(letter) for letter in "ABCDEF"])
     assert sequence.block_table == []
@@ -94,7 +97,7 @@ def test_life_of_a_request_differs_from_the_article(caching: bool) -> None:
     manager.allocate_for_prefill(sequence, 6)
     assert sequence.block_table == [10, 3]
     assert list(manager.slot_mapping(sequence, 0, 6)) == [40, 41, 42, 43, 12, 13]
-    assert sequence.cached_token_count == 0, "nothing is written before the model has run"
+    assert sequence.cached_token_count == 0, "no token is computed before the model has run"
 
     manager.mark_computed(sequence, 6)
     sequence.append_token(ord("G"))
@@ -115,7 +118,7 @@ def test_life_of_a_request_differs_from_the_article(caching: bool) -> None:
     manager.check_integrity()
 
 
-def test_prompt_of_100_is_admitted_with_6_blocks(caching: bool) -> None:
+def test_prompt_of_100_tokens_needs_7_blocks_of_16(caching: bool) -> None:
     for num_blocks, fits in ((6, False), (7, True)):
         manager = BlockManager(num_blocks, 16, enable_prefix_caching=caching)
         assert manager.can_allocate(100) is fits
@@ -126,7 +129,7 @@ def test_prompt_of_100_is_admitted_with_6_blocks(caching: bool) -> None:
         BlockManager(6, 16, enable_prefix_caching=caching).allocate_for_prefill(make_sequence("B", 100), 100)
 
 
-def test_129_tokens_take_other_than_2_blocks_of_128(caching: bool) -> None:
+def test_prompt_of_129_tokens_takes_2_blocks_of_128(caching: bool) -> None:
     manager = BlockManager(4, 128, enable_prefix_caching=caching)
     sequence = make_sequence("A", 129)
     manager.allocate_for_prefill(sequence, 129)
@@ -134,8 +137,8 @@ def test_129_tokens_take_other_than_2_blocks_of_128(caching: bool) -> None:
     assert manager.get_num_free_blocks() == 2
 
 
-def test_finished_sequence_keeps_its_blocks(caching: bool) -> None:
-    manager = article_manager(caching)
+def test_free_sequence_returns_its_blocks_last_block_first(caching: bool) -> None:
+    manager = example_manager(caching)
     sequence = make_sequence("A", 40)
     manager.allocate_for_prefill(sequence, 40)
     manager.free_sequence(sequence)
@@ -144,11 +147,11 @@ def test_finished_sequence_keeps_its_blocks(caching: bool) -> None:
     assert free_order(manager) == [5, 7, 1, 8, 3]
 
 
-def test_second_release_puts_a_block_into_the_free_list_twice(caching: bool) -> None:
-    manager = article_manager(caching)
+def test_second_free_sequence_is_a_no_op(caching: bool) -> None:
+    manager = example_manager(caching)
     sequence = make_sequence("A", 40)
     prefill(manager, sequence)
     manager.free_sequence(sequence)
     manager.free_sequence(sequence)
-    assert sorted(free_order(manager)) == sorted(ARTICLE_FREE_LIST)
+    assert sorted(free_order(manager)) == sorted(FREE_QUEUE)
     manager.check_integrity()
