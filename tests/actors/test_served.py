@@ -53,7 +53,7 @@ async def run_streams(served: Served, *, leaving: int) -> None:
         )
 
 
-def test_sixty_four_streams_at_once_all_complete(served: Served) -> None:
+def test_sixty_four_concurrent_streams_complete(served: Served) -> None:
     before = read_metrics(served.base_url)
     asyncio.run(run_streams(served, leaving=0))
     after = read_metrics(served.base_url)
@@ -64,7 +64,7 @@ def test_sixty_four_streams_at_once_all_complete(served: Served) -> None:
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-def test_clients_that_hang_up_leave_no_block_behind(served: Served) -> None:
+def test_closed_connections_abort_their_requests_and_free_all_blocks(served: Served) -> None:
     before = read_metrics(served.base_url)
     asyncio.run(run_streams(served, leaving=STREAMS // 3))
     wait_for_no_load(APP_NAME, served.base_url)
@@ -78,7 +78,7 @@ def test_clients_that_hang_up_leave_no_block_behind(served: Served) -> None:
     assert after["minivllm_integrity_violations_total"] == 0
 
 
-def test_the_history_shows_blocks_taken_and_given_back(served: Served) -> None:
+def test_metrics_history_shows_blocks_allocated_and_freed(served: Served) -> None:
     client = Client(APP_NAME)
     client.generate("Once upon a time", max_tokens=40, ignore_eos=True)
     wait_for_no_load(APP_NAME, served.base_url)
@@ -89,7 +89,7 @@ def test_the_history_shows_blocks_taken_and_given_back(served: Served) -> None:
     assert [point.time for point in points] == sorted(point.time for point in points)
 
 
-def test_prompts_that_can_never_fit_are_counted_wherever_they_are_refused(served: Served) -> None:
+def test_never_fits_rejections_are_counted_for_text_and_token_prompts(served: Served) -> None:
     name = "minivllm_block_admission_rejections_total{never_fits}"
     before = read_metrics(served.base_url)[name]
     for prompt in ("word " * 9000, [1] * 9000):
@@ -101,7 +101,7 @@ def test_prompts_that_can_never_fit_are_counted_wherever_they_are_refused(served
         time.sleep(0.1)
 
 
-def test_owners_and_reset_by_handle(served: Served) -> None:
+def test_handle_lists_block_owners_and_resets_the_prefix_cache(served: Served) -> None:
     engine = serve.get_deployment_handle("Engine", APP_NAME)
     Client(APP_NAME).generate("A prompt that is long enough to fill more than one block of the cache", max_tokens=30)
     states = [owner.state for owner in engine.owners.remote().result(timeout_s=30)]
@@ -111,7 +111,7 @@ def test_owners_and_reset_by_handle(served: Served) -> None:
     assert {owner.state for owner in engine.owners.remote().result(timeout_s=30)} == {"free"}
 
 
-def test_the_client_gives_text_and_streams_the_same(served: Served) -> None:
+def test_client_stream_equals_its_complete_answer(served: Served) -> None:
     client = Client(APP_NAME)
     whole = client.chat(QUESTION, max_tokens=20, temperature=0)
     assert whole["choices"][0]["message"]["content"] == ANSWER
@@ -125,7 +125,7 @@ def test_the_client_gives_text_and_streams_the_same(served: Served) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "break"])
-def test_leaving_a_stream_of_the_client_ends_the_request(served: Served, how: str) -> None:
+def test_closed_client_stream_aborts_the_request(served: Served, how: str) -> None:
     stream = Client(APP_NAME).generate_stream("Once upon a time", max_tokens=2000, ignore_eos=True)
     next(stream)
     assert in_engine(APP_NAME).running == 1
@@ -138,7 +138,7 @@ def test_leaving_a_stream_of_the_client_ends_the_request(served: Served, how: st
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-def test_the_client_raises_our_errors(served: Served) -> None:
+def test_client_raises_typed_errors(served: Served) -> None:
     client = Client(APP_NAME)
     with pytest.raises(InvalidRequestError) as caught:
         client.generate("Hello", max_tokens=-1)
@@ -148,13 +148,13 @@ def test_the_client_raises_our_errors(served: Served) -> None:
         next(client.chat_stream(QUESTION, temperature=9))
 
 
-def test_a_timeout_of_the_client_ends_the_request(served: Served) -> None:
+def test_client_timeout_aborts_the_request(served: Served) -> None:
     with pytest.raises(TimeoutError):
         Client(APP_NAME, timeout_s=0.5).generate("Once upon a time", max_tokens=4000, ignore_eos=True)
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-async def test_the_async_client_streams_and_cancels(served: Served) -> None:
+async def test_async_client_generates_streams_and_cancels(served: Served) -> None:
     client = AsyncClient(APP_NAME)
     answer = await client.chat(QUESTION, max_tokens=20, temperature=0)
     assert answer["choices"][0]["message"]["content"] == ANSWER
@@ -193,7 +193,7 @@ OTHER_DRIVER = """
 """
 
 
-def test_another_ray_program_gets_text_a_stream_and_can_cancel(served: Served) -> None:
+def test_second_ray_driver_generates_streams_and_cancels(served: Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OTHER_DRIVER), served.cluster.address],
         capture_output=True,
