@@ -128,25 +128,25 @@ RAGGED = {"contexts": [1, 9, 30, 17, 5, 30, 64], "queries": [1, 1, 7, 17, 1, 30,
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
 @pytest.mark.parametrize("dtype", MAX_ERROR)
-def test_ragged_batches_are_exact_to_rounding(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
+def test_ragged_batches_match_float64_attention(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
     assert Step(**RAGGED, dtype=dtype).run(backend_class) < MAX_ERROR[dtype]
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
 @pytest.mark.parametrize("window", [1, 4, 5, 13, 100])
-def test_a_window_ends_where_it_should(backend_class: type[AttentionBackend], window: int) -> None:
+def test_sliding_window_matches_float64_attention(backend_class: type[AttentionBackend], window: int) -> None:
     assert Step(**RAGGED, window=window).run(backend_class) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_capped_scores_are_capped_before_the_mask(window: int | None) -> None:
+def test_softcap_is_applied_before_the_mask(window: int | None) -> None:
     assert Step(**RAGGED, softcap=0.7, window=window).run(ReferenceBackend) < 1e-5
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 128])
 @pytest.mark.parametrize(("num_query_heads", "num_kv_heads", "head_size"), [(4, 4, 5), (8, 1, 80), (3, 3, 64)])
-def test_no_shape_is_special(
+def test_every_block_size_and_head_shape_matches_float64_attention(
     backend_class: type[AttentionBackend], block_size: int, num_query_heads: int, num_kv_heads: int, head_size: int
 ) -> None:
     step = Step(
@@ -162,14 +162,14 @@ def test_no_shape_is_special(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_tiles_and_groups_of_any_size_give_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_independent_of_tile_and_group_sizes(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_TILE_QUERIES", 4)
     monkeypatch.setattr(reference, "MAX_GROUP_KEYS", 70)
     monkeypatch.setattr(reference, "MAX_GROUP_SCORES", 100)
     assert Step(**RAGGED, window=window).run(ReferenceBackend) < 1e-5
 
 
-def test_groups_respect_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_stay_within_the_key_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [reference.Tile(index, index, 1, context, 0) for index, context in enumerate([64] * 40 + [20, 3])]
     monkeypatch.setattr(reference, "MAX_GROUP_KEYS", 640)
     groups = list(reference.stack(tiles, block_size=4))

@@ -53,7 +53,7 @@ class Life:
         self.sequence.block_table.extend(self.rng.randrange(900) for _ in range(self.computed // BLOCK_SIZE))
 
 
-def test_random_lives_never_leave_a_stale_block_in_a_row() -> None:
+def test_rows_follow_the_block_tables_of_a_random_workload() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
     lives = {f"r{number}": Life(f"r{number}", rng) for number in range(20)}
@@ -70,7 +70,7 @@ def test_random_lives_never_leave_a_stale_block_in_a_row() -> None:
                 lives[life.sequence.request_id] = Life(life.sequence.request_id, rng)
 
 
-def test_a_row_is_given_back_when_its_sequence_is_released() -> None:
+def test_release_frees_the_row_of_a_sequence() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
     for number in range(500):
@@ -82,7 +82,7 @@ def test_a_row_is_given_back_when_its_sequence_is_released() -> None:
     assert rows._tables.shape[0] == 8
 
 
-def test_a_namesake_that_was_released_does_not_take_the_row_of_the_living() -> None:
+def test_releasing_an_old_sequence_keeps_the_row_of_a_new_one_with_its_id() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
     old, new = Life("r", rng), Life("r", rng)

@@ -65,13 +65,13 @@ def check(folder: Path, run: WatchedRun) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("budget", [1, 3, 16, 200])
-def test_hits_change_no_logit_whatever_the_chunks(folder: Path, enabled: bool, budget: int) -> None:
+def test_prefix_hits_change_no_logit_at_any_chunk_size(folder: Path, enabled: bool, budget: int) -> None:
     run = run_shared(folder, enable_prefix_caching=enabled, max_num_batched_tokens=budget)
     assert (run.engine.stats().prefix_cache_hit_tokens_total > 0) is enabled
     check(folder, run)
 
 
-def test_hits_and_preemption_together_change_no_logit(folder: Path) -> None:
+def test_prefix_hits_with_preemption_change_no_logit(folder: Path) -> None:
     run = run_shared(folder, num_blocks=16)
     stats = run.engine.stats()
     assert stats.preemptions_total > 0
@@ -79,14 +79,12 @@ def test_hits_and_preemption_together_change_no_logit(folder: Path) -> None:
     check(folder, run)
 
 
-def test_hashes_that_all_collide_never_serve_the_cache_of_another_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colliding_block_hashes_change_no_logit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_pool, "hash_block", lambda *args: 0)
     check(folder, run_shared(folder))
 
 
-def test_samples_of_one_prompt_share_its_blocks_and_not_their_own(folder: Path) -> None:
+def test_samples_of_a_shared_prompt_match_transformers(folder: Path) -> None:
     prompt = shared_prompts()["r5"]
     run = WatchedRun(
         EngineConfig(

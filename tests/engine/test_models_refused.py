@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_architecture_that_needs_what_we_lack_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_unsupported_architecture_is_rejected_with_the_missing_feature(kind: str, tmp_path: Path) -> None:
     make_config, lacking = REFUSED[kind]
     config = make_config()
     config.save_pretrained(tmp_path)
@@ -89,7 +89,7 @@ def test_an_architecture_that_needs_what_we_lack_is_refused_by_name(kind: str, t
         load_model(dummy(tmp_path))
 
 
-def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> None:
+def test_longrope_context_is_limited_to_the_short_factor_range(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -111,7 +111,7 @@ def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> Non
     torch.testing.assert_close(torch.stack(run.logits["r"]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rotary_frequencies_that_follow_the_longest_of_a_batch_end_with_the_trained_context(tmp_path: Path) -> None:
+def test_dynamic_rope_context_is_limited_to_the_trained_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     LlamaConfig(**TINY, rope_parameters=rope).save_pretrained(tmp_path)
     assert load_model(dummy(tmp_path)).max_model_len == 256
@@ -126,7 +126,7 @@ UNPROVEN: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 @pytest.mark.parametrize("name", UNPROVEN)
-def test_a_model_type_without_tests_of_its_own_is_compared_with_transformers_and_then_served(
+def test_untested_model_type_is_compared_with_transformers_at_start(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     UNPROVEN[name]().save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_a_model_type_without_tests_of_its_own_is_compared_with_transformers_and
 
 
 @pytest.mark.parametrize("name", ["cohere2", "starcoder2"])
-def test_the_comparison_finds_a_window_that_is_not_applied(
+def test_self_check_rejects_a_sliding_window_that_is_not_applied(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     UNPROVEN[name]().save_pretrained(tmp_path)
@@ -150,16 +150,14 @@ def test_the_comparison_finds_a_window_that_is_not_applied(
         ModelRunner(dummy(tmp_path, attention_backend="reference"))
 
 
-def test_a_treatment_of_the_logits_that_is_not_known_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     UNPROVEN["granite"]().save_pretrained(tmp_path)
     monkeypatch.setattr(LogitsHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
     with pytest.raises(ModelLoadError, match=r"granite.*a treatment of its logits"):
         load_model(dummy(tmp_path))
 
 
-def test_a_window_that_its_layer_type_denies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_window_on_full_attention_layers_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a model hides its window in the mask, and masks do not reach us."""
     Starcoder2Config(**TINY, sliding_window=3).save_pretrained(tmp_path)
     found = load_model(dummy(tmp_path)).layers
@@ -169,15 +167,13 @@ def test_a_window_that_its_layer_type_denies_is_refused(tmp_path: Path, monkeypa
     assert "a sliding window that does not reach" in lacking
 
 
-def test_a_model_that_the_pool_is_too_small_to_compare_is_still_said_to_be_unproven(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_self_check_skipped_for_a_small_pool_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     UNPROVEN["granite"]().save_pretrained(tmp_path)
     ModelRunner(dummy(tmp_path, num_blocks=2))
     assert "not compared with transformers" in caplog.text
 
 
-def test_every_proven_model_type_is_among_the_tested_ones() -> None:
+def test_proven_model_types_are_exactly_the_tested_ones() -> None:
     from tests.engine.tiny_models import TINY as PROVEN
 
     assert {make_config().model_type for make_config in PROVEN.values()} == self_check.PROVEN_MODEL_TYPES

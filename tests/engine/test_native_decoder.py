@@ -74,7 +74,7 @@ def run_prompts(config: EngineConfig) -> WatchedRun:
 @pytest.mark.parametrize(
     ("name", "quantization"), [(name, None) for name in LLAMA_LIKE] + [("qwen2", "int8"), ("qwen3", "int8")]
 )
-def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
+def test_llama_like_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
     has_integer_dot = native.library().minivllm_has_integer_dot()
     assert run.engine.model_runner.body.name == "native" or (quantization and not has_integer_dot)
@@ -82,7 +82,7 @@ def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_cpu_without_extensions_computes_something_else(quantization, folders, monkeypatch):
+def test_portable_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
     # 8 bits need the CPU's integer units; torch has its own way.
@@ -90,19 +90,19 @@ def test_a_cpu_without_extensions_computes_something_else(quantization, folders,
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
 
 
-def test_8_bits_of_a_model_in_float32(folders):
+def test_int8_of_a_float32_model_matches_transformers(folders):
     run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
     assert run.engine.model_runner.body.name == "native" or not native.library().minivllm_has_integer_dot()
     assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_small_blocks_confuse_the_decoder(block_size, folders):
+def test_every_block_size_matches_transformers(block_size, folders):
     run = run_prompts(settings(folders["qwen3"], block_size=block_size, num_blocks=400))
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[None]
 
 
-def test_biases_of_all_projections_are_forgotten(tmp_path):
+def test_projection_biases_are_applied(tmp_path):
     config = LlamaConfig(
         **{**TINY["llama"]().to_dict(), "attention_bias": True, "mlp_bias": True, "architectures": None}
     )
@@ -120,19 +120,19 @@ def test_biases_of_all_projections_are_forgotten(tmp_path):
 @pytest.mark.parametrize(
     ("name", "quantization"), [("gemma2", None), ("phi3", None), ("gpt2", None), ("olmo2", None), ("phi3", "int8")]
 )
-def test_other_models_lose_their_meaning_to_packed_projections(name, quantization, folders):
+def test_packed_projections_of_other_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
     assert run.engine.model_runner.body.name == "transformers"
     assert largest_error(run, folders[name]) < (3e-2 if quantization is None else 2.5e-1)
 
 
-def test_compile_off_still_uses_the_native_decoder(folders):
+def test_compile_off_uses_the_transformers_decoder(folders):
     run = run_prompts(settings(folders["llama"], compile="off"))
     assert run.engine.model_runner.body.name == "transformers"
     assert largest_error(run, folders["llama"]) < 3e-2
 
 
-def test_without_a_compiler_nothing_works(folders, monkeypatch):
+def test_missing_compiler_falls_back_to_torch(folders, monkeypatch):
     """Neither the decoder nor the attention nor 8 bits may need the library."""
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
     for quantization in (None, "int8"):
@@ -141,7 +141,7 @@ def test_without_a_compiler_nothing_works(folders, monkeypatch):
         assert largest_error(run, folders["llama"]) < (3e-2 if quantization is None else 1.5e-1)
 
 
-def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
+def test_failed_compilation_disables_the_library_and_is_reported(tmp_path, monkeypatch):
     from minivllm.core.native import build
 
     build._load.cache_clear()
@@ -161,7 +161,7 @@ LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8:
 
 
 @pytest.mark.parametrize("make_library", [native.library, library_with_tiles], ids=["this CPU", "with tiles"])
-def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
+def test_packed_products_match_float64_at_every_size(make_library):
     """Products of many sizes, more threads than cores, every number format, against float64."""
     library = make_library()
     before = torch.get_num_threads()
@@ -188,7 +188,7 @@ def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
         torch.set_num_threads(before)
 
 
-def test_a_thread_sleeps_through_the_end_of_a_stage():
+def test_sleeping_threads_complete_every_stage():
     """More threads than cores, and pieces so long that whoever waits for the last of them goes to sleep."""
     library = native.library()
     before = torch.get_num_threads()
@@ -203,7 +203,7 @@ def test_a_thread_sleeps_through_the_end_of_a_stage():
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders, monkeypatch):
+def test_matrix_unit_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
     assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
@@ -211,7 +211,7 @@ def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders,
     assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
 
 
-def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
+def test_faulty_matrix_unit_is_disabled(monkeypatch, caplog):
     class Broken:
         """Offers a unit, and all its products come out as nothing."""
 
@@ -234,7 +234,7 @@ def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
     assert library_with_tiles().minivllm_has_tiles()
 
 
-def test_sums_in_16_bits_overflow():
+def test_int16_products_do_not_overflow():
     """The worst there is: all weights and all activations at their limits, and outliers among small ones."""
     library = native.library()
     assert library is not None
@@ -255,7 +255,7 @@ def test_sums_in_16_bits_overflow():
         assert torch.allclose(got.double(), wanted, rtol=3e-3, atol=1e-9), (got[0, 0], wanted[0, 0])
 
 
-def test_results_depend_on_what_else_runs():
+def test_row_result_is_independent_of_the_batch():
     """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
     library = library_with_tiles()
     generator = torch.Generator().manual_seed(0)
@@ -268,7 +268,7 @@ def test_results_depend_on_what_else_runs():
         assert torch.equal(together, alone)
 
 
-def test_quantization_on_a_device_without_it_is_ignored(folders):
+def test_quantization_on_cuda_is_rejected(folders):
     config = settings(folders["llama"], quantization="int8")
 
     class OnCuda:
@@ -280,7 +280,7 @@ def test_quantization_on_a_device_without_it_is_ignored(folders):
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantization, folders):
+def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantization, folders):
     config = settings(folders["llama"], quantization=quantization)
     expected = run_prompts(config)
     torch.set_default_dtype(default)
@@ -291,7 +291,7 @@ def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantiza
     assert found.tokens == expected.tokens
 
 
-def test_models_loaded_by_two_threads_overwrite_each_others_memory(folders):
+def test_models_in_two_threads_generate_the_same_tokens(folders):
     """In a process of its own: it once ended with `free(): invalid pointer`."""
     program = f"""
 import threading

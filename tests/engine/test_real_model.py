@@ -87,7 +87,7 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_all_requests_at_once_give_the_tokens_of_generate(
+def test_concurrent_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=1000)
@@ -97,7 +97,7 @@ def test_all_requests_at_once_give_the_tokens_of_generate(
     assert engine.stats().preemptions_total == 0
 
 
-def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_of_generate(
+def test_preempted_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=90)
@@ -109,7 +109,7 @@ def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_o
     assert engine.block_manager.get_num_free_blocks() == 90
 
 
-def test_one_request_at_a_time_gives_the_tokens_of_generate(
+def test_sequential_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=60)

@@ -63,7 +63,7 @@ def expected(runner: ModelRunner, prompts: list[list[int]]) -> dict[str, list[in
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
-def test_chunks_and_cached_prefixes_change_no_token(
+def test_chunked_prefill_and_prefix_cache_change_no_token(
     runner: ModelRunner, prompts: list[list[int]], expected: dict[str, list[int]], chunk: int, caching: bool
 ) -> None:
     tokens, engine = run(runner, prompts, enable_prefix_caching=caching, max_num_batched_tokens=chunk)
