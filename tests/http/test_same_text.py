@@ -46,7 +46,7 @@ def oracle(tiny: LocalServer, tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_streamed_and_whole_are_what_transformers_says_at_every_length(
+def test_completion_and_stream_equal_transformers_at_every_length(
     client: httpx.Client, tokenizer: Tokenizer, oracle: dict[str, list[int]], name: str
 ) -> None:
     for max_tokens in range(1, LENGTH + 1):
@@ -57,7 +57,7 @@ def test_streamed_and_whole_are_what_transformers_says_at_every_length(
         assert joined_text(streamed(client, "/v1/completions", body)) == text
 
 
-def test_offline_is_what_transformers_says(
+def test_offline_generation_equals_transformers(
     tiny: LocalServer, tokenizer: Tokenizer, oracle: dict[str, list[int]]
 ) -> None:
     assert Path(tiny.args.model).is_dir()
@@ -69,7 +69,7 @@ def test_offline_is_what_transformers_says(
         assert result.text == tokenizer.decode(oracle[name])
 
 
-def test_a_chat_is_the_completion_of_its_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_chat_equals_the_completion_of_its_rendered_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
     for content in PROMPTS.values():
         messages = [{"role": "user", "content": content}]
         common = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}

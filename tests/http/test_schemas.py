@@ -44,7 +44,7 @@ def schema(choose: random.Random, depth: int = 2) -> dict[str, Any]:
     }
 
 
-def test_every_answer_follows_its_schema(client: httpx.Client) -> None:
+def test_answers_validate_against_random_schemas(client: httpx.Client) -> None:
     def ask(number: int) -> None:
         wanted = schema(random.Random(number))
         body = {
