@@ -50,7 +50,7 @@ def ask(url: str) -> tuple[str, str]:
         return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_both_ports_give_the_same_answers_and_the_own_one_survives_its_process(ports: Ports) -> None:
+def test_own_port_answers_like_the_proxy_and_survives_a_killed_ingress(ports: Ports) -> None:
     wait_until(lambda: is_up(ports.own), "the engine is ready")
     whole, streamed = ask(ports.proxy)
     assert whole == streamed != ""
@@ -64,7 +64,7 @@ def test_both_ports_give_the_same_answers_and_the_own_one_survives_its_process(p
     assert ask(ports.own) == (whole, streamed)
 
 
-def test_streams_that_still_run_when_the_application_ends_are_told(ports: Ports) -> None:
+def test_deleted_application_ends_running_streams_with_an_error(ports: Ports) -> None:
     wait_until(lambda: is_up(ports.own), "the engine is ready")
 
     async def delete_meanwhile() -> str:

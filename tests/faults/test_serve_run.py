@@ -17,7 +17,7 @@ from tests.conftest import free_port
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_serve_run_says_which_argument_is_wrong_and_why(tmp_path: Path) -> None:
+def test_serve_run_prints_the_unknown_argument_and_a_suggestion(tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = free_port()
     config["applications"][0]["args"] = {"blok_size": 32}
