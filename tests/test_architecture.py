@@ -14,23 +14,23 @@ def section(title: str) -> str:
     return TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_every_module_has_its_line() -> None:
+def test_architecture_lists_every_module() -> None:
     package = ROOT / "minivllm"
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.name != "__init__.py"}
     assert re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE)
-    told = set(re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE))
-    assert sorted(modules - told) == [], "not told of"
-    assert sorted(told - modules) == [], "told of, but gone"
+    listed = set(re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE))
+    assert sorted(modules - listed) == [], "not listed of"
+    assert sorted(listed - modules) == [], "listed of, but gone"
 
 
-def test_every_dependency_says_why() -> None:
+def test_architecture_explains_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[><=]", line)[0] for line in project["dependencies"]}
     rows = re.findall(r"^\| (`.*?) \|", section("Dependencies"), flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(.*?)`", row)} == names
 
 
-def test_files_named_in_the_text_exist() -> None:
+def test_files_named_in_architecture_exist() -> None:
     names = set(re.findall(r"`([\w/]+\.(?:py|yaml|md|cpp))`", TEXT))
     package = ROOT / "minivllm"
     places = [ROOT, package, *(path for path in package.rglob("*") if path.is_dir())]

@@ -46,7 +46,7 @@ def imported_modules(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, node.module
 
 
-def test_core_knows_nothing_of_ray_or_the_actors() -> None:
+def test_core_imports_neither_ray_nor_the_actors() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path, module in imported_modules(PACKAGE / "core")
@@ -56,14 +56,14 @@ def test_core_knows_nothing_of_ray_or_the_actors() -> None:
 
 
 @pytest.mark.parametrize("module", ["minivllm", "minivllm.core.scheduler", "minivllm.core.block_manager"])
-def test_the_ledger_loads_neither_torch_nor_ray(module: str) -> None:
+def test_scheduler_and_block_manager_load_neither_torch_nor_ray(module: str) -> None:
     program = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("folder", "extra"), [("minivllm", None), ("tests", "test"), ("benchmarks", "bench")])
-def test_whatever_is_imported_is_a_declared_dependency(folder: str, extra: str | None) -> None:
+def test_every_import_is_a_declared_dependency(folder: str, extra: str | None) -> None:
     lines = PROJECT["dependencies"] + (PROJECT["optional-dependencies"][extra] if extra else [])
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     owners = importlib.metadata.packages_distributions()
