@@ -1,4 +1,4 @@
-"""The application's builder: what Serve makes of it, without starting anything."""
+"""build_app: the deployments that it binds, without starting them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine_of(application: Application) -> Any:
 
 
 def test_builder_annotation_lets_serve_validate_the_arguments() -> None:
-    """It does so only if it finds the class itself: postponed annotations are strings."""
+    """Serve validates only where the annotation is the class; a postponed annotation is a string."""
     [parameter] = inspect.signature(build_app).parameters.values()
     assert parameter.annotation is AppArgs
 
@@ -45,11 +45,12 @@ def test_api_keys_come_from_the_arguments_or_the_environment(monkeypatch: pytest
         ("cpu", 2, ("cpu", 0)),
         ("cuda", 0, ("cuda", 1)),
     ],
+    ids=["auto without GPUs", "auto with GPUs", "cpu", "cuda"],
 )
 def test_engine_device_matches_its_gpu_reservation(
     monkeypatch: pytest.MonkeyPatch, device: str, gpus_of_cluster: int, gets: tuple[str, int]
 ) -> None:
-    """Ray does not hide GPUs from an actor that asked for none."""
+    """Ray does not hide GPUs from actors that reserve none, so the device is set explicitly."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus_of_cluster)})
     engine = engine_of(build_app(AppArgs(device=device)))

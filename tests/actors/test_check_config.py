@@ -1,4 +1,4 @@
-"""A mistake in the configuration is told before Ray is started."""
+"""check_config: reports mistakes in a configuration file before Ray starts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def test_shipped_configurations_have_no_mistakes(path: str) -> None:
         ("    args: {http_port: 7000, num_ingress_replicas: 2}", "args: http_port: only one ingress can have it"),
         ("    args: [", "it cannot be read"),
     ],
+    ids=[
+        "unknown argument",
+        "invalid choice",
+        "out of range",
+        "unknown live setting",
+        "port of the proxy",
+        "port of several ingresses",
+        "invalid YAML",
+    ],
 )
 def test_mistake_is_reported_with_its_argument(rest: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
@@ -55,10 +64,12 @@ def test_arguments_of_other_applications_are_not_checked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"]
+    "text",
+    ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"],
+    ids=["empty", "list", "applications: 3", "applications: [a]", "deployments: [a]"],
 )
 def test_malformed_files_are_left_to_serve(text: str, tmp_path: Path) -> None:
-    """Serve has its own words for it."""
+    """Serve reports the malformed file itself."""
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     assert list(mistakes(path)) == []

@@ -1,4 +1,4 @@
-"""AppArgs: every wrong argument is named, with the reason."""
+"""AppArgs and LiveSettings: validation errors name the argument and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connection between ingress and engine: one channel for all requests, over a transport that loses and delays."""
+"""EngineClient: one channel for all requests of an ingress, over a transport that delays and loses calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_each_step_sends_at_most_one_message(
 ) -> None:
     runner.gate.clear()
     tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 40)))) for index in range(16)]
-    await until(lambda: made(handle, "submit") == 16, "all are submitted")
+    await until(lambda: made(handle, "submit") == 16, "all requests are submitted")
     messages = 0
     deliver = client._connection.router.deliver  # type: ignore[union-attr]
 
@@ -105,7 +105,7 @@ async def test_closed_stream_aborts_its_request(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has released the request")
     assert len((await neighbour)[0].new_token_ids) == 60
     assert made(handle, "abort") == 1
     await assert_idle(loop, runner)
@@ -116,7 +116,7 @@ async def test_abort_follows_the_submission_of_its_request(
 ) -> None:
     handle.delays_s["submit"] = 0.1
     task = asyncio.create_task(collect(client.generate(request("r", 200))))
-    await until(lambda: made(handle, "submit") == 1, "it is on its way")
+    await until(lambda: made(handle, "submit") == 1, "the submission is under way")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -129,7 +129,7 @@ async def test_abort_follows_the_submission_of_its_request(
 async def test_engine_calls_run_outside_the_context_of_the_request(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
-    """Serve cancels a request's child calls with it: the channel of all others, and the request's own abort."""
+    """Serve cancels the child calls of a request, which would include the shared channel and the abort."""
 
     async def leave() -> None:
         PARENT.set("a request")
@@ -165,7 +165,7 @@ async def test_keep_alive_aborts_a_request_whose_abort_was_lost(
     stream = client.generate(request("leaves", 200))
     await anext(stream)
     await stream.aclose()
-    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     assert len((await neighbour)[0].new_token_ids) == 50
     await assert_idle(loop, runner)
@@ -174,7 +174,7 @@ async def test_keep_alive_aborts_a_request_whose_abort_was_lost(
 async def test_keep_alive_does_not_abort_newly_submitted_requests(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop
 ) -> None:
-    """A list of live requests may be older than a request that overtakes it on the way."""
+    """A delayed keep-alive call may arrive after a request that it does not list."""
     handle.delays_s["keep"] = 0.03
     for index in range(12):
         assert (await collect(client.generate(request(f"r{index}", 30))))[0].finish_reason is FinishReason.LENGTH
@@ -202,7 +202,7 @@ async def test_changed_consumer_timeout_reaches_the_client(
     forgotten = client.generate(request("forgotten", 240))
     await anext(forgotten)
     loop.consumer_timeout_s = 0.2
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     await forgotten.aclose()
 
@@ -292,4 +292,6 @@ async def test_thousand_cancelled_requests_leave_no_state(
     await assert_idle(loop, runner)
     connection = client._connection
     assert connection is not None
-    await until(lambda: len(connection.router) == 0 and not connection._submissions, "the client has let go, too")
+    await until(
+        lambda: len(connection.router) == 0 and not connection._submissions, "the client has released all requests"
+    )

@@ -1,4 +1,4 @@
-"""The engine's thread and the loop around it, in one process and without Ray."""
+"""EngineLoop: the step thread and its asyncio side, in one process without Ray."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ async def test_unread_stream_is_aborted_after_the_consumer_timeout(runner: Paced
     forgotten = loop.generate(request("forgotten", 240))
     await anext(forgotten)
     polled = asyncio.create_task(collect(loop.generate(request("polled", 100))))
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is gone")
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is released")
     assert len((await polled)[0].new_token_ids) == 100
     assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
     await assert_idle(loop, runner)
@@ -277,7 +277,7 @@ async def test_inbox_calls_are_answered_when_the_engine_dies(loop: EngineLoop, r
 async def test_hung_step_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
     loop = await started_loop(runner, settings={"stall_timeout_s": 0.1})
     await asyncio.sleep(0.25)
-    loop.check_health()  # idle for longer than a step may take
+    loop.check_health()  # idle for longer than stall_timeout_s
     task = asyncio.create_task(collect(loop.generate(request("r", 200))))
     await until(lambda: runner.steps_executed > 3, "some steps")
     runner.gate.clear()
@@ -290,7 +290,7 @@ async def test_hung_step_makes_the_engine_unhealthy(runner: PacedRunner) -> None
     with pytest.raises(EngineDeadError):
         await question
     runner.gate.set()
-    await until(lambda: not loop._thread.is_alive(), "a step that comes back is the last")
+    await until(lambda: not loop._thread.is_alive(), "the thread ends after the hung step returns")
     with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):
         loop.check_health()
 
@@ -316,7 +316,7 @@ async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
     loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
     for index in range(3):
         await collect(loop.generate(request(f"r{index}", 30)))
-        await until(lambda: snapshots[-1].stats.num_running == 0, "the snapshot of idleness")
+        await until(lambda: snapshots[-1].stats.num_running == 0, "a snapshot without running requests")
         stats = snapshots[-1].stats
         assert (stats.num_waiting, stats.num_free_blocks) == (0, stats.num_total_blocks)
         assert stats.finished == {"length": index + 1}

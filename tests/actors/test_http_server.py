@@ -1,4 +1,4 @@
-"""The ingress's own HTTP server, on real sockets."""
+"""HttpServer: the HTTP server of the ingress, on real sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 
 
 class Slow:
-    """An application whose answer waits until it is told to come."""
+    """An application whose answer waits for `may_answer`."""
 
     def __init__(self) -> None:
         self.is_asked = asyncio.Event()
@@ -36,7 +36,7 @@ class Slow:
 
 
 def never() -> None:
-    raise AssertionError("no request had to be ended")
+    raise AssertionError("close() ends requests only after the grace period")
 
 
 async def opened(app: Any, port: int = 0) -> tuple[HttpServer, str]:
@@ -49,7 +49,7 @@ async def test_server_answers_between_open_and_close() -> None:
     server, url = await opened(Slow().app())
     async with httpx.AsyncClient() as client:
         assert (await client.get(f"{url}/quick")).text == "hi"
-        await server.close(never)  # the client's idle connection does not hold it up
+        await server.close(never)  # does not wait for the client's idle connection
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/quick")
 
@@ -90,7 +90,7 @@ async def test_close_waits_for_running_requests() -> None:
         closing = asyncio.create_task(server.close(never))
         await asyncio.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
-            await httpx.AsyncClient().get(f"{url}/quick")  # nobody new is let in
+            await httpx.AsyncClient().get(f"{url}/quick")  # new connections are refused
         assert not closing.done()
         slow.may_answer.set()
         assert (await running).text == "done"

@@ -1,4 +1,4 @@
-"""What the Metrics actor keeps, how it is told, and how it is read."""
+"""Metrics: the snapshot store, the Prometheus text, and the publisher that feeds the store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-# ---- the store
+# ---- snapshot store
 
 
 def test_older_snapshot_does_not_replace_a_newer_one() -> None:
@@ -77,13 +77,13 @@ def test_run_of_equal_snapshots_takes_two_history_points() -> None:
 
 
 def test_one_snapshot_restores_all_totals() -> None:
-    told = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
+    sent = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
     store = MetricsStore(10)
-    store.record(pickle.loads(pickle.dumps(told)))
-    assert store.current() == told
+    store.record(pickle.loads(pickle.dumps(sent)))
+    assert store.current() == sent
 
 
-# ---- as text
+# ---- Prometheus text
 
 
 def test_prometheus_text_shows_the_values_of_the_snapshot() -> None:
@@ -159,7 +159,7 @@ class Engine:
         raise AssertionError
 
 
-@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "silent"])
+@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "unresponsive"])
 async def test_metrics_of_an_unreachable_engine_are_the_last_known(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
@@ -176,7 +176,7 @@ async def test_metrics_of_an_unreachable_engine_are_the_last_known(
     assert values["minivllm_engine_up", ()] == 0
 
 
-# ---- how it is told
+# ---- publisher
 
 
 class Receiver:
@@ -189,7 +189,7 @@ class Receiver:
         self.open.set()
         self.broken = False
 
-    async def send(self, told: EngineSnapshot) -> None:
+    async def send(self, sent: EngineSnapshot) -> None:
         self.under_way += 1
         self.attempts += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -197,7 +197,7 @@ class Receiver:
             await self.open.wait()
             if self.broken:
                 raise ConnectionError("the actor is dead")
-            self.got.append(told.number)
+            self.got.append(sent.number)
         finally:
             self.under_way -= 1
 

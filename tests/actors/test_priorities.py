@@ -1,4 +1,4 @@
-"""Who may interrupt whom."""
+"""CPU scheduling policies of processes and threads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import APP_NAME, Served
 from tests.processes import actor_pids, replica_pid
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies exist on Linux only")
 
 
 def policies(pid: int) -> set[int]:
-    """Of all threads of a process."""
+    """Returns the scheduling policies of all threads of a process."""
     found = set()
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -27,7 +27,7 @@ def policies(pid: int) -> set[int]:
 
 
 def test_batch_policy_applies_to_existing_and_new_threads() -> None:
-    """In a process of its own, since there is no way back that a test should rely on."""
+    """Runs in a subprocess, since a thread cannot rely on leaving the batch policy again."""
     program = """
 import os, threading
 from minivllm.actors.priorities import carry_messages
@@ -77,7 +77,7 @@ print(found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH])
 
 
 def test_step_thread_uses_the_default_policy_in_a_batch_process() -> None:
-    """As `make serve` starts it: what a process inherits, the engine's thread takes back."""
+    """`make serve` starts all processes under the batch policy, which the step thread resets for itself."""
     program = """
 import asyncio, os
 from minivllm.actors.engine_loop import EngineLoop

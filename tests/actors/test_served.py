@@ -1,4 +1,4 @@
-"""The real model behind Ray Serve, asked over HTTP and by handle."""
+"""The application with the default model on Ray Serve, over HTTP and by handle."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STREAMS = 64
 
 
 async def stream_one(client: openai.AsyncOpenAI, served: Served, index: int, stop_after: int | None) -> int:
-    """Counts the chunks with text; with `stop_after`, hangs up after so many."""
+    """Returns the number of chunks with text; closes the stream after `stop_after` of them."""
     stream = await client.completions.create(
         model=served.model,
         prompt=f"Story number {index}. Once upon a time",
-        # Long enough for one who leaves: it must not end by itself before the engine hears of it.
+        # A closed stream needs many tokens left: it must not finish before its abort reaches the engine.
         max_tokens=24 if stop_after is None else 2000,
         stream=True,
         temperature=0,
@@ -45,17 +45,17 @@ async def stream_one(client: openai.AsyncOpenAI, served: Served, index: int, sto
     return chunks
 
 
-async def run_streams(served: Served, *, leaving: int) -> None:
+async def run_streams(served: Served, *, num_closed: int) -> None:
     client = openai.AsyncOpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0, timeout=240)
     async with client:
         await asyncio.gather(
-            *(stream_one(client, served, index, 3 if index < leaving else None) for index in range(STREAMS))
+            *(stream_one(client, served, index, 3 if index < num_closed else None) for index in range(STREAMS))
         )
 
 
 def test_sixty_four_concurrent_streams_complete(served: Served) -> None:
     before = read_metrics(served.base_url)
-    asyncio.run(run_streams(served, leaving=0))
+    asyncio.run(run_streams(served, num_closed=0))
     after = read_metrics(served.base_url)
     done = "minivllm_samples_finished_total{length}"
     assert after[done] - before[done] == STREAMS
@@ -66,7 +66,7 @@ def test_sixty_four_concurrent_streams_complete(served: Served) -> None:
 
 def test_closed_connections_abort_their_requests_and_free_all_blocks(served: Served) -> None:
     before = read_metrics(served.base_url)
-    asyncio.run(run_streams(served, leaving=STREAMS // 3))
+    asyncio.run(run_streams(served, num_closed=STREAMS // 3))
     wait_for_no_load(APP_NAME, served.base_url)
     after = read_metrics(served.base_url)
     ended = {
@@ -113,12 +113,12 @@ def test_handle_lists_block_owners_and_resets_the_prefix_cache(served: Served) -
 
 def test_client_stream_equals_its_complete_answer(served: Served) -> None:
     client = Client(APP_NAME)
-    whole = client.chat(QUESTION, max_tokens=20, temperature=0)
-    assert whole["choices"][0]["message"]["content"] == ANSWER
-    assert whole["choices"][0]["finish_reason"] == "stop"
-    assert b"minivllm" not in pickle.dumps(whole).replace(
-        whole["id"].encode(), b""
-    )  # else the caller needs the package
+    complete = client.chat(QUESTION, max_tokens=20, temperature=0)
+    assert complete["choices"][0]["message"]["content"] == ANSWER
+    assert complete["choices"][0]["finish_reason"] == "stop"
+    assert b"minivllm" not in pickle.dumps(complete).replace(
+        complete["id"].encode(), b""
+    )  # callers unpickle answers without the package
     chunks = list(client.chat_stream(QUESTION, max_tokens=20, temperature=0))
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     assert text == ANSWER
