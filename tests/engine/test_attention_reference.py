@@ -1,4 +1,4 @@
-"""The torch backends against attention written out token by token in float64."""
+"""The torch attention backends against token-by-token attention in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass
 class Step:
-    """S sequences; the last `queries[i]` of `contexts[i]` tokens are computed, what is before is written already."""
+    """One step: computes the last `queries[i]` of `contexts[i]` tokens; K and V of the earlier ones are written."""
 
     contexts: list[int]
     queries: list[int]
@@ -35,7 +35,7 @@ class Step:
     scale: float = 0.4
 
     def run(self, backend_class: type[AttentionBackend]) -> float:
-        """Largest error, as a share of the largest value of the exact result."""
+        """Returns the largest error relative to the largest value of the exact result."""
         generator = torch.Generator().manual_seed(0)
         total = sum(self.contexts)
 
@@ -49,7 +49,7 @@ class Step:
         )
         backend = backend_class((layer,), self.dtype, CPU)
         pool, tables = self._pool()
-        self._write_what_is_before(pool, tables, key, value)
+        self._write_earlier_tokens(pool, tables, key, value)
         ends = np.cumsum(self.contexts)
         due = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, self.queries, strict=True)])
         output = backend.forward(
@@ -80,7 +80,7 @@ class Step:
         size = self.block_size
         return [tables[sequence][token // size] * size + token % size for token in range(start, end)]
 
-    def _write_what_is_before(
+    def _write_earlier_tokens(
         self, pool: KVCachePool, tables: list[list[int]], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         first = 0
@@ -127,7 +127,7 @@ RAGGED = {"contexts": [1, 9, 30, 17, 5, 30, 64], "queries": [1, 1, 7, 17, 1, 30,
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
-@pytest.mark.parametrize("dtype", MAX_ERROR)
+@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
 def test_ragged_batches_match_float64_attention(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
     assert Step(**RAGGED, dtype=dtype).run(backend_class) < MAX_ERROR[dtype]
 
@@ -177,7 +177,7 @@ def test_groups_stay_within_the_key_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_query_lengths_follow_from_positions_and_context_lengths() -> None:
-    """Also where one sequence seems to go on in the next: position 5 of one, then position 6 of another."""
+    """Covers consecutive positions of different sequences: position 5 of one, then position 6 of the next."""
     step = Step(contexts=[6, 7, 3, 20], queries=[1, 1, 3, 4])
     pool, tables = step._pool()
     layout = step._input(pool, tables).layout

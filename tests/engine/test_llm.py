@@ -1,4 +1,4 @@
-"""LLM: prompts in, results out, on a tiny random model with a byte-level tokenizer (so half characters abound)."""
+"""LLM on a tiny random model with a byte-level tokenizer, whose tokens often split characters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shared(folder: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """The shared one, which every test leaves empty."""
+    """Returns the shared LLM; checks after each test that it is idle."""
     yield shared
     assert not shared.engine.has_unfinished_requests()
     stats = shared.engine.stats()
@@ -73,7 +73,7 @@ def generate(llm: LLM, prompts: Any, params: Any = None, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, shared: LLM) -> list[list[int]]:
-    """What transformers generates, one prompt at a time."""
+    """Returns the tokens that transformers generates, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in PROMPTS:
@@ -85,7 +85,7 @@ def expected(folder: Path, shared: LLM) -> list[list[int]]:
     return found
 
 
-# -- what comes out ------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
 def test_greedy_text_equals_transformers_at_every_length(llm: LLM, expected: list[list[int]]) -> None:
@@ -153,10 +153,10 @@ def test_structured_output_follows_its_grammar(llm: LLM) -> None:
 
 
 def test_stop_string_ends_the_text_and_frees_the_blocks(llm: LLM) -> None:
-    whole = generate(llm, PROMPTS, greedy(24, ignore_eos=True))
-    stops = [result.text[4:7] for result in whole]
+    unstopped = generate(llm, PROMPTS, greedy(24, ignore_eos=True))
+    stops = [result.text[4:7] for result in unstopped]
     params = [greedy(24, ignore_eos=True, stop=(stop,)) for stop in stops]
-    for result, plain, stop in zip(generate(llm, PROMPTS, params), whole, stops, strict=True):
+    for result, plain, stop in zip(generate(llm, PROMPTS, params), unstopped, stops, strict=True):
         assert result.text == plain.text[: plain.text.index(stop)]
         assert result.finish_reason is FinishReason.STOP
         assert result.outputs[0].stop_reason == stop
@@ -221,6 +221,22 @@ def test_streamed_deltas_join_to_the_text_of_generate(llm: LLM) -> None:
             "response_format",
         ),
     ],
+    ids=[
+        "empty text",
+        "no token ids",
+        "no prompts",
+        "token id too large",
+        "token id negative",
+        "token id of wrong type",
+        "prompt of wrong type",
+        "prompts of wrong type",
+        "lone surrogate",
+        "too few sampling params",
+        "sampling params of wrong type",
+        "logit_bias id too large",
+        "stop token id too large",
+        "invalid schema",
+    ],
 )
 def test_bad_prompt_rejects_the_call_by_field_and_leaves_no_request(
     llm: LLM, prompts: Any, params: Any, field: str | None
@@ -251,7 +267,7 @@ def test_unknown_setting_is_rejected_by_name(folder: Path) -> None:
         LLM(str(folder), blok_size=8)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("in the caller's own code")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("in the caller's own code")], ids=repr)
 def test_interrupted_call_aborts_all_of_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

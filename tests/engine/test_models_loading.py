@@ -1,4 +1,4 @@
-"""Loading: where a model comes from, what is found out about it, and what its pool becomes."""
+"""Model loading: sources, generation settings, dtypes, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def test_dummy_weights_need_only_a_config_and_are_reproducible(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
     [({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)],
+    ids=["avx512_bf16", "amx_bf16", "avx2"],
 )
 def test_auto_dtype_is_bfloat16_only_on_cpus_with_bfloat16_units(
     capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +183,7 @@ def test_default_max_model_len_is_bounded_by_pool_and_model(llama: Path) -> None
 
 
 def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run on any device, so the arithmetic around them can be checked without a GPU."""
+    """Profiling steps run on any device, so their arithmetic is checked without a GPU."""
     tokens_seen = []
     forward = ModelRunner.forward
 
@@ -199,7 +200,7 @@ def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, mo
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
     spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_size=8, block_size=4, dtype=torch.float32)
     left = 1000 * spec.block_bytes
-    # Half of the device is ours, three GiB of it are the peak, and one is held by somebody else.
+    # Utilization 0.5 of 10 GiB gives 5 GiB; other processes use 1 GiB, and the peak is 4 GiB less `left`.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * gib, 10 * gib))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib - left)
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50}
@@ -272,9 +273,9 @@ def test_gguf_weights_equal_those_of_the_gguf_package() -> None:
 def test_truncated_gguf_file_raises_a_load_error_with_its_name(tmp_path: Path) -> None:
     from minivllm.core.model_location import resolve_model
 
-    whole = resolve_model(EngineConfig()).gguf_path
-    assert whole is not None
-    start = whole.read_bytes()[:2_000_000]
+    complete = resolve_model(EngineConfig()).gguf_path
+    assert complete is not None
+    start = complete.read_bytes()[:2_000_000]
     for size in (30, 400, 5_000, 500_000, 900_000, 1_500_000):
         broken = tmp_path / f"broken-{size}.gguf"
         broken.write_bytes(start[:size])

@@ -1,4 +1,4 @@
-"""Cached prefixes with a model behind them: what a hit saves must not be seen in any logit."""
+"""Prefix caching with a model: a cache hit changes no logit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shared_prompts() -> dict[str, list[int]]:
-    """Some equal, some alike for whole blocks, for half a block, and not at all."""
+    """Returns prompts that share all tokens, some full blocks, part of a block, or nothing."""
     rng = random.Random(3)
     common = [rng.randrange(VOCAB_SIZE) for _ in range(22)]
     tails = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (0, 0, 1, 6, 9, 13)]
@@ -63,7 +63,7 @@ def check(folder: Path, run: WatchedRun) -> None:
         assert tokens == expected.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("budget", [1, 3, 16, 200])
 def test_prefix_hits_change_no_logit_at_any_chunk_size(folder: Path, enabled: bool, budget: int) -> None:
     run = run_shared(folder, enable_prefix_caching=enabled, max_num_batched_tokens=budget)

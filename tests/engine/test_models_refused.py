@@ -1,4 +1,4 @@
-"""What an architecture needs and we lack is refused by name when it loads, never served wrongly."""
+"""Unsupported architectures are rejected at load time with the feature they need."""
 
 from __future__ import annotations
 
@@ -65,27 +65,30 @@ def dummy(folder: Path, **settings: Any) -> EngineConfig:
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "encoder": (lambda: T5Config(vocab_size=VOCAB_SIZE), "an encoder"),
-    "later tokens": (lambda: BertConfig(vocab_size=VOCAB_SIZE), "attention to later tokens"),
+    "encoder-decoder": (lambda: T5Config(vocab_size=VOCAB_SIZE), "an encoder"),
+    "bidirectional attention": (lambda: BertConfig(vocab_size=VOCAB_SIZE), "attention to later tokens"),
     "recurrent": (lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2), "linear_attention"),
     "hybrid": (lambda: JambaConfig(**TINY), "linear_attention"),
     "gated delta net": (lambda: Qwen3NextConfig(**TINY), "linear_attention"),
     "chunked attention": (lambda: Llama4TextConfig(**TINY), "chunked_attention"),
     "MLA": (lambda: DeepseekV3Config(**{**TINY, "num_key_value_heads": 6}), "multi-head latent attention"),
-    "own attention": (
+    "custom attention code": (
         lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6),
         "its own attention code",
     ),
-    "sinks": (lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9), "attention sinks"),
+    "attention sinks": (
+        lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9),
+        "attention sinks",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_unsupported_architecture_is_rejected_with_the_missing_feature(kind: str, tmp_path: Path) -> None:
-    make_config, lacking = REFUSED[kind]
+    make_config, missing = REFUSED[kind]
     config = make_config()
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=rf"{config.model_type}.*cannot be served: it needs .*{lacking}"):
+    with pytest.raises(ModelLoadError, match=rf"{config.model_type}.*cannot be served: it needs .*{missing}"):
         load_model(dummy(tmp_path))
 
 
@@ -158,13 +161,13 @@ def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pyte
 
 
 def test_sliding_window_on_full_attention_layers_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model hides its window in the mask, and masks do not reach us."""
+    """Such a model applies its window in the attention mask, which paged attention does not use."""
     Starcoder2Config(**TINY, sliding_window=3).save_pretrained(tmp_path)
     found = load_model(dummy(tmp_path)).layers
     config = Starcoder2Config(**TINY, layer_types=["full_attention"] * 3)
-    lacking = architecture._unlike(dict(enumerate(found)), config)
-    assert lacking is not None
-    assert "a sliding window that does not reach" in lacking
+    missing = architecture._unlike(dict(enumerate(found)), config)
+    assert missing is not None
+    assert "a sliding window that does not reach" in missing
 
 
 def test_self_check_skipped_for_a_small_pool_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

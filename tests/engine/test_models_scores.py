@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, computed chunk by chunk, are those of the whole prompt."""
+"""Prompt logprobs computed in chunks equal those of one forward pass."""
 
 from __future__ import annotations
 

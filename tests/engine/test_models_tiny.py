@@ -1,4 +1,4 @@
-"""Every supported architecture, through chunks, mixed batches and shuffled blocks, against transformers itself."""
+"""Every supported architecture against transformers: chunked prefill, mixed batches, shuffled blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts() -> dict[str, list[int]]:
 
 
 def run_all(config: EngineConfig) -> WatchedRun:
-    """Two requests start, the others join while those decode, so that chunks and decodes share batches."""
+    """Runs all prompts; some join while others decode, so that prefill chunks and decodes share batches."""
     run = WatchedRun(config)
     texts = list(prompts().items())
     for request_id, prompt in texts[:2]:
@@ -60,7 +60,7 @@ def config_for(folder: Path, **settings: object) -> EngineConfig:
 
 
 def largest_difference(run: WatchedRun, folder: Path) -> float:
-    """Over all requests and steps, as a share of the standard deviation of the logits."""
+    """Returns the largest difference of any logit, in standard deviations of the logits."""
     model = reference_model(folder)
     worst = 0.0
     for request_id, prompt in prompts().items():
@@ -122,7 +122,7 @@ def test_recompute_after_preemption_gives_the_same_logits(folders: dict[str, Pat
 
 
 def test_nan_in_a_live_block_reaches_the_logits(folders: dict[str, Path]) -> None:
-    """Guards the other tests: NaN in one live slot must reach the logits."""
+    """Shows that the other tests detect a read of a poisoned slot."""
     run = WatchedRun(config_for(folders["llama"]))
     run.add("r", [5] * 9, greedy(4))
     run.engine.model_runner.kv_cache.poison()

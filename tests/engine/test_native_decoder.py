@@ -1,4 +1,4 @@
-"""The decoder in C++ against transformers in float32, for each kind of model it takes, and what falls back."""
+"""The C++ decoder against transformers in float32 for every supported model type, with its fallbacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LLAMA_LIKE = [
     "mistral",
     "mistral-window",
 ]
-# Of the logits' norm. In bfloat16 transformers itself is at 2e-2 to 4e-2 on these models.
+# Relative to the norm of the logits. transformers in bfloat16 has 2e-2 to 4e-2 on these models.
 TOLERANCE = {None: 1.8e-2, "int8": 1.5e-1}
 
 
@@ -53,7 +53,7 @@ def settings(folder: Path, **changes: object) -> EngineConfig:
 
 
 def largest_error(run: WatchedRun, folder: Path) -> float:
-    """Of the logits of every token that was sampled, against float32 on the same (bfloat16) weights."""
+    """Returns the largest relative error of the sampled logits, against float32 on the same bfloat16 weights."""
     reference = reference_model(folder, torch.bfloat16).float()
     worst = 0.0
     for request_id, prompt in PROMPTS.items():
@@ -85,7 +85,7 @@ def test_llama_like_models_match_transformers(name, quantization, folders):
 def test_portable_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    # 8 bits need the CPU's integer units; torch has its own way.
+    # int8 in C++ needs the CPU's integer units; without them torch computes it.
     assert run.engine.model_runner.body.name == ("native" if quantization is None else "transformers")
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
 
@@ -133,7 +133,7 @@ def test_compile_off_uses_the_transformers_decoder(folders):
 
 
 def test_missing_compiler_falls_back_to_torch(folders, monkeypatch):
-    """Neither the decoder nor the attention nor 8 bits may need the library."""
+    """Decoder, attention and int8 run without the C++ library."""
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
     for quantization in (None, "int8"):
         run = run_prompts(settings(folders["llama"], quantization=quantization))
@@ -160,9 +160,11 @@ def test_failed_compilation_disables_the_library_and_is_reported(tmp_path, monke
 LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2, NumberFormat.BFLOAT16: 4e-3}
 
 
-@pytest.mark.parametrize("make_library", [native.library, library_with_tiles], ids=["this CPU", "with tiles"])
+@pytest.mark.parametrize(
+    "make_library", [native.library, library_with_tiles], ids=["native build", "matrix unit build"]
+)
 def test_packed_products_match_float64_at_every_size(make_library):
-    """Products of many sizes, more threads than cores, every number format, against float64."""
+    """Covers every number format, and more threads than cores."""
     library = make_library()
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
@@ -189,7 +191,7 @@ def test_packed_products_match_float64_at_every_size(make_library):
 
 
 def test_sleeping_threads_complete_every_stage():
-    """More threads than cores, and pieces so long that whoever waits for the last of them goes to sleep."""
+    """Uses more threads than cores, and work items so long that waiting threads go to sleep."""
     library = native.library()
     before = torch.get_num_threads()
     states, weight = torch.randn(48, 1024), torch.randn(2048, 1024)
@@ -213,7 +215,7 @@ def test_matrix_unit_build_matches_transformers(quantization, folders, monkeypat
 
 def test_faulty_matrix_unit_is_disabled(monkeypatch, caplog):
     class Broken:
-        """Offers a unit, and all its products come out as nothing."""
+        """Has a matrix unit whose products write no result."""
 
         forbidden = False
 
@@ -235,7 +237,7 @@ def test_faulty_matrix_unit_is_disabled(monkeypatch, caplog):
 
 
 def test_int16_products_do_not_overflow():
-    """The worst there is: all weights and all activations at their limits, and outliers among small ones."""
+    """Covers the worst cases: all weights and activations at their limits, and outliers among small activations."""
     library = native.library()
     assert library is not None
     if not library.minivllm_has_integer_dot():
@@ -256,7 +258,7 @@ def test_int16_products_do_not_overflow():
 
 
 def test_row_result_is_independent_of_the_batch():
-    """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
+    """A row gives bitwise the same result alone and in a batch."""
     library = library_with_tiles()
     generator = torch.Generator().manual_seed(0)
     formats = [NumberFormat.BFLOAT16, *([NumberFormat.INT16] if library.minivllm_has_integer_dot() else [])]
@@ -278,7 +280,7 @@ def test_quantization_on_cuda_is_rejected(folders):
         model_body.choose_body(config, OnCuda(), None, None, 10)
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantization, folders):
     config = settings(folders["llama"], quantization=quantization)
@@ -292,7 +294,7 @@ def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantiz
 
 
 def test_models_in_two_threads_generate_the_same_tokens(folders):
-    """In a process of its own: it once ended with `free(): invalid pointer`."""
+    """Runs in a subprocess, since memory corruption would end the process."""
     program = f"""
 import threading
 from minivllm import EngineConfig, LLMEngine, SamplingParams

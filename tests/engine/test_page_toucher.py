@@ -1,4 +1,4 @@
-"""The memory of the KV pool is there before requests need it, and nobody notices how it came."""
+"""PageToucher: makes the pages of the KV pool resident in the background without changing their contents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def started(pool: KVCachePool) -> PageToucher:
 
 
 def resident_share(tensor: torch.Tensor) -> float:
-    """Share of a tensor's pages that the system has given memory to, by its page table."""
+    """Returns the share of a tensor's pages that are resident, read from the page table."""
     first = tensor.data_ptr() // PAGE_BYTES
     last = -(-(tensor.data_ptr() + tensor.numel() * tensor.element_size()) // PAGE_BYTES)
     with Path("/proc/self/pagemap").open("rb") as file:
@@ -107,7 +107,7 @@ def test_pool_close_to_the_available_memory_disables_page_touching(monkeypatch: 
             str(2**62),
         ),
     ],
-    ids=["version 2", "version 1"],
+    ids=["cgroup v2", "cgroup v1"],
 )
 def test_available_memory_respects_the_cgroup_limit(line, folder, names, unlimited, monkeypatch) -> None:
     limit, usage, cache = names

@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference, and each row against its neighbours."""
+"""Sampler: results against a float64 reference, and independence of the rows of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> t
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-# -- what is likeliest ---------------------------------------------------------------------------
+# -- argmax and top tokens ------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -89,7 +89,7 @@ def test_likeliest_tokens_are_sorted_with_ties_by_token_id(width: int, seed: int
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32))
 def test_device_and_cpu_threshold_searches_agree(rows: int, width: int, seed: int) -> None:
-    """The two searches, both on this machine; rows without a hit included."""
+    """Runs both searches on this machine, rows without a hit included."""
     logits = random_logits(rows, width, seed).round()
     bounds = random_logits(1, rows, seed + 1)[0].numpy() + 3
     on_cpu = _not_below_on_cpu(logits.numpy(), bounds)
@@ -103,7 +103,7 @@ def test_device_and_cpu_threshold_searches_agree(rows: int, width: int, seed: in
 
 
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], float]:
-    """The kept ids in order, and how near the nearest decision was to going the other way."""
+    """Returns the kept ids in order, and the margin of the closest decision."""
     scaled = logits.astype(np.float64) / params.temperature
     probabilities = np.exp(scaled - scaled.max())
     order = np.lexsort((np.arange(len(logits)), -logits))
@@ -157,7 +157,7 @@ def test_filters_keep_the_tokens_of_their_definition(
         logits = logits.bfloat16().float()  # many ties
     for row, kept in enumerate(kept_by_us(logits, params)):
         expected, margin = kept_by_definition(logits[row].numpy(), params[row])
-        if margin > 1e-5:  # a decision that hangs on the last bit may go either way
+        if margin > 1e-5:  # closer decisions depend on rounding
             positive = [
                 token for token in expected if (logits[row, token] - logits[row].max()) / params[row].temperature > -700
             ]
@@ -180,7 +180,7 @@ def test_tiny_top_p_is_greedy() -> None:
 def test_masked_and_underflowing_logits_have_zero_weight() -> None:
     logits = random_logits(2, 1000, scale=1.0)
     logits[:, ::3] = -torch.inf
-    logits[1, 0] = 200.0  # beside it everything else is below what a float can hold
+    logits[1, 0] = 200.0  # all other weights underflow
     weights, _ = weigh(logits, block_argmax(logits)[0], [0.8, 0.5], Workspace())
     rows = weights.flatten(1)[:, :1000]
     assert (rows[:, 3::3] == 0).all()
@@ -208,7 +208,7 @@ def test_bitmask_allows_exactly_the_tokens_with_a_set_bit(rows: int, width: int,
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """How many standard deviations the statistic is above what is expected; cells too rare to count are joined."""
+    """Returns the statistic in standard deviations above its mean; merges cells with few expected counts."""
     total = counts.sum()
     rare = probabilities * total < 5
     observed = np.append(counts[~rare], counts[rare].sum())
@@ -234,7 +234,9 @@ def test_token_frequencies_match_the_softmax(vocab: int) -> None:
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize(
-    "params", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "temperature": 1.4}]
+    "params",
+    [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "temperature": 1.4}],
+    ids=str,
 )
 def test_token_frequencies_match_the_filtered_distribution(params: dict[str, Any], vary: str) -> None:
     vocab, rows, rounds = 400, 100, 50
@@ -258,7 +260,7 @@ def test_token_frequencies_match_the_filtered_distribution(params: dict[str, Any
 
 
 def test_consecutive_tokens_are_independent() -> None:
-    """Pairs (token at position i, token at i + 1) of one seeded request fill all cells evenly."""
+    """Pairs (token at position i, token at i + 1) of one seeded request are uniform."""
     row = sequence(seed=11)
     sampler = sampler_for(row, vocab=4)
     logits = torch.zeros(1, 4)
@@ -298,7 +300,7 @@ neighbours = st.lists(
 def test_row_result_is_independent_of_the_batch(
     ours: list[dict[str, Any]], others: list[dict[str, Any]], history: int, seed: int, broken: bool
 ) -> None:
-    """Seeded and greedy rows, with every other parameter, beside rows that may be broken."""
+    """Compares seeded and greedy rows with all parameters alone and beside rows with invalid logits."""
     vocab = 700
     ours = [one if one.get("temperature") == 0.0 else {"seed": 3, **one} for one in ours]
     if not ours:
@@ -329,7 +331,7 @@ def test_row_result_is_independent_of_the_batch(
 
 
 def test_seeded_token_is_stable_under_rounding_of_the_logits() -> None:
-    """Other neighbours change the logits by rounding. Inverting a cumulative sum, many choices would flip."""
+    """Another batch changes the logits by rounding; sampling by cumulative sum would flip many tokens."""
     rows = [sequence(f"{number}", seed=number) for number in range(300)]
     logits = random_logits(300, 5000, scale=1.0)
     noisy = logits + 1e-5 * random_logits(300, 5000, seed=1, scale=1.0)
@@ -364,7 +366,7 @@ def test_engine_seed_makes_unseeded_requests_reproducible() -> None:
 
 
 def test_resampling_at_the_same_position_gives_the_same_token() -> None:
-    """What was delivered is never drawn anew: not after a preemption, nor when a batch is sampled again row by row."""
+    """Holds after a preemption, and where a failed batch is sampled again row by row."""
     row = sequence(seed=1)
     sampler = sampler_for(row)
     logits = random_logits(1, 1000, scale=1.0)
@@ -399,7 +401,7 @@ def test_penalties_and_bias_match_their_definition(
     seed: int,
     sampled_before: int,
 ) -> None:
-    """The counts are kept up to date a token at a time, from wherever the sampler first saw the sequence."""
+    """Token counts are updated incrementally from the first step in which the sampler sees the sequence."""
     row = sequence(
         "r",
         tuple(prompt),
@@ -457,7 +459,7 @@ def test_bias_of_100_decides_and_leaves_the_input_logits_unchanged() -> None:
 # -- log probabilities ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     plain = sequence("a", temperature=0.0, logprobs=4)
     heated = sequence("b", temperature=1.7, top_k=3, logprobs=2, logit_bias={8: 100.0}, repetition_penalty=1.5, seed=1)
@@ -481,12 +483,13 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     assert results[3].logprobs is None
 
 
-# -- what is refused, and what fails -------------------------------------------------------------
+# -- rejections and failures ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("params", "field"),
     [({"logit_bias": {1000: 1.0}}, "logit_bias"), ({"stop_token_ids": (3, 10**9)}, "stop_token_ids")],
+    ids=["logit_bias", "stop_token_ids"],
 )
 def test_token_ids_outside_the_vocabulary_are_rejected_by_field(params: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -495,7 +498,7 @@ def test_token_ids_outside_the_vocabulary_are_rejected_by_field(params: dict[str
 
 
 @pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}, {"seed": 1}, {"top_k": 5}]
+    "params", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}, {"seed": 1}, {"top_k": 5}], ids=str
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_row_with_invalid_logits_fails_alone(params: dict[str, Any], value: float | None) -> None:
@@ -536,13 +539,13 @@ def test_row_with_all_tokens_masked_fails() -> None:
 
 
 def test_rejected_duplicate_id_keeps_the_state_of_the_live_request() -> None:
-    """The engine prepares before it finds that an id is in use, then releases what it prepared."""
-    live, twin = sequence("same", seed=None), sequence("same", seed=None)
+    """The engine prepares a sequence before it checks its id, and releases it again on rejection."""
+    live, duplicate = sequence("same", seed=None), sequence("same", seed=None)
     sampler = sampler_for(live)
     logits = torch.zeros(1, 1000)
     first = tokens(sampler.sample(logits, [live]))
-    sampler.prepare(twin)
-    sampler.release(twin)
+    sampler.prepare(duplicate)
+    sampler.release(duplicate)
     assert tokens(sampler.sample(logits, [live])) == first
 
 

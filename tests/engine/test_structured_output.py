@@ -1,4 +1,4 @@
-"""Structured output driven by random logits: whatever the model would say, the answer follows the grammar."""
+"""Structured output on random logits: every answer follows its grammar."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drive(
     *,
     ahead: Callable[[int], bool] | None = None,
 ) -> dict[str, list[int]]:
-    """Samples all from random logits until EOS; the generated ids, EOS left out, of those that came to it."""
+    """Samples all from random logits until EOS; returns the output ids without EOS of the finished sequences."""
     generator = torch.Generator().manual_seed(seed)
     live, ended = list(sequences), {}
     for one in live:
@@ -58,7 +58,7 @@ def drive(
             break
         if ahead is not None and ahead(step):
             sampler.start_masks(live)
-        # The same few rows of noise for all, shifted: cheap, and different for each.
+        # Shifted views of one row of noise: cheap, and different for each sequence.
         noise = torch.randn(VOCAB + len(sequences), generator=generator) * 2
         logits = torch.stack([noise[sequences.index(one) :][:VOCAB] for one in live])
         results = sampler.sample(logits, live)
@@ -108,7 +108,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def test_answers_validate_against_random_schemas(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    """A hundred at once, with masks computed ahead on some steps and not on others."""
+    """Runs a hundred schemas in one batch, with masks precomputed on some steps only."""
     chance = random.Random(3)
     schemas = {f"{number}": random_schema(chance) for number in range(100)}
     sequences = [request(name, "json_schema", schema, seed=int(name)) for name, schema in schemas.items()]
@@ -119,7 +119,7 @@ def test_answers_validate_against_random_schemas(sampler: Sampler, tokenizer: To
 
 
 def test_json_object_mode_produces_an_object(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    # A nudge towards the end, since random text rarely closes what it opened.
+    # The bias favours closing characters, which random text rarely produces.
     closing = dict.fromkeys((tokenizer.encode("}")[0], tokenizer.encode('"')[0], EOS), 8.0)
     sequences = [request(f"{n}", "json_object", seed=n, logit_bias=closing) for n in range(8)]
     ended = drive(sampler, sequences, 300)
@@ -135,6 +135,7 @@ def test_json_object_mode_produces_an_object(sampler: Sampler, tokenizer: Tokeni
         ("choice", ["yes", 'quo"te', "né\n\t\\ /x/", "yes and more"], None),
         ("grammar", 'start: "a" b+\nb: /[0-9]/ "," ', lambda text: re.fullmatch(r"a([0-9],)+", text)),
     ],
+    ids=["regex", "regex with escapes", "choice", "grammar"],
 )
 def test_answers_match_their_regex_choice_or_grammar(
     sampler: Sampler, tokenizer: Tokenizer, kind: str, value: Any, matches: Callable[[str], Any] | None
@@ -166,7 +167,7 @@ def test_stale_precomputed_mask_is_not_used(sampler: Sampler, tokenizer: Tokeniz
 
 
 def test_matcher_state_is_rebuilt_from_the_output_tokens(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    """As after a preemption of a sequence whose state was lost, or a batch that is sampled again row by row."""
+    """Covers a sequence whose state was dropped, and a batch that is sampled again row by row."""
     one = request("resumed", "choice", ["abc", "xyz"], temperature=0.0)
     for token in tokenizer.encode("xy"):
         one.append_token(token)
@@ -216,7 +217,7 @@ def test_thousand_optional_properties_are_supported(sampler: Sampler) -> None:
     drive(sampler, [request("many", "json_schema", {"type": "object", "properties": properties})], 10)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["mask on demand", "mask precomputed"])
 def test_too_complex_grammar_is_an_invalid_request(sampler: Sampler, ahead: bool) -> None:
     one = request("r", "regex", "((a{100}){100}){100}")
     error: BaseException | None = None
@@ -262,6 +263,7 @@ def test_too_complex_grammar_is_an_invalid_request(sampler: Sampler, ahead: bool
         ("grammar", "start: missing", "structured_outputs"),
         ("grammar", 'start: start "a"', "structured_outputs"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_invalid_grammar_is_rejected_by_field_and_leaves_no_state(
     sampler: Sampler, kind: str, value: Any, param: str
@@ -274,7 +276,7 @@ def test_invalid_grammar_is_rejected_by_field_and_leaves_no_state(
 
 
 def no_tokenizer() -> Tokenizer:
-    raise ModelLoadError("there is none")
+    raise ModelLoadError("no tokenizer")
 
 
 @pytest.mark.parametrize("source", [None, no_tokenizer])

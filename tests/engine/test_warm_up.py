@@ -1,4 +1,4 @@
-"""Warming up must be invisible: it uses the pool before anybody owns a block of it."""
+"""warm_up: runs on the KV pool before the first request and leaves no trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_warm_up_changes_no_output_and_no_counter(folder: Path) -> None:
 
 def test_warm_up_leaves_no_sequence_in_the_runner(folder: Path) -> None:
     engine = started(folder, 64, warm=True)
-    # A second request of the same name would be refused, or find the first one's state.
+    # A second warm-up uses the same request ids, which must be free again.
     warm_up(engine.model_runner, engine.scheduler.token_budget)  # type: ignore[arg-type]
     assert outputs(engine)
 
