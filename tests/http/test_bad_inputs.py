@@ -1,4 +1,4 @@
-"""A table of bad inputs: each is refused with its status and its field named, and the next request is answered."""
+"""A table of bad inputs: each is rejected with its status and field, and the next request succeeds."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     ),
     (chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400, "response_format"),
     (chat(functions=[{"name": "f"}]), 400, "functions"),
-    # formats
+    # structured output
     (chat(response_format=7), 400, "response_format"),
     (chat(response_format={}), 400, "response_format.type"),
     (chat(response_format={"type": "banana"}), 400, "response_format.type"),
@@ -226,7 +226,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(guided_regex="a", guided_choice=["b"]), 400, "guided_choice"),
     (completion(structured_outputs={}), 400, "structured_outputs"),
     (completion(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs"),
-    # known and not supported
+    # unsupported fields
     (chat(modalities=["text", "audio"]), 400, "modalities"),
     (chat(audio={"voice": "x"}), 400, "audio"),
     (chat(prediction={"type": "content"}), 400, "prediction"),
@@ -241,7 +241,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(model=5), 400, "model"),
     (completion(model="no-such-model"), 404, "model"),
     (chat(model="no/such/model"), 404, "model"),
-    # tokens
+    # tokenizer routes
     (("/tokenize", {}), 400, "prompt"),
     (("/tokenize", {"prompt": 5}), 400, "prompt"),
     (("/tokenize", {"prompt": "x", "messages": [USER]}), 400, "prompt"),
@@ -251,7 +251,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (("/detokenize", {"tokens": [-1]}), 400, "tokens[0]"),
     (("/detokenize", {"tokens": [SAVED_VOCABULARY]}), 400, "tokens"),
     (("/detokenize", {"tokens": [1.5]}), 400, "tokens[0]"),
-    # bodies that are no request at all
+    # malformed bodies
     ((CHAT, b""), 400, None),
     ((CHAT, b"not json"), 400, None),
     ((CHAT, b'{"model": '), 400, None),

@@ -25,19 +25,19 @@ def ask(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> dict[
     answer = client.post(PATH, json={"messages": list(messages) or [user()], "temperature": 0, **fields})
     assert answer.status_code == 200, answer.text
     ChatCompletionResponse.model_validate(answer.json())
-    whole: dict[str, Any] = answer.json()
-    return whole
+    complete: dict[str, Any] = answer.json()
+    return complete
 
 
 def rendered(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> str:
-    """The prompt that a conversation becomes."""
+    """Returns the rendered prompt of a conversation."""
     answer = client.post("/tokenize", json={"messages": list(messages), **fields})
     assert answer.status_code == 200, answer.text
     text = client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
     return str(text)
 
 
-# ---- from messages to the prompt ----
+# ---- prompt rendering ----
 
 
 def test_text_parts_render_like_plain_text(client: httpx.Client) -> None:
@@ -158,10 +158,10 @@ def test_only_the_first_and_last_deltas_may_be_empty(scripted_client: httpx.Clie
 def test_stream_joins_to_the_complete_text_at_every_length(scripted_client: httpx.Client) -> None:
     for max_tokens in range(1, 40):
         body = {"messages": [user("REPLY-UNICODE")], "temperature": 0, "max_tokens": max_tokens}
-        whole = scripted_client.post(PATH, json=body).json()["choices"][0]
+        complete = scripted_client.post(PATH, json=body).json()["choices"][0]
         chunks = streamed(scripted_client, PATH, body)
-        assert joined_text(chunks) == whole["message"]["content"]
-        assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+        assert joined_text(chunks) == complete["message"]["content"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == complete["finish_reason"]
 
 
 # ---- log probabilities ----
@@ -188,18 +188,18 @@ def test_hidden_special_tokens_have_no_logprob_bytes(scripted_client: httpx.Clie
 
 def test_streamed_logprobs_equal_those_of_the_complete_answer(scripted_client: httpx.Client) -> None:
     body = {"messages": [user("REPLY-UNICODE")], "logprobs": True, "top_logprobs": 1}
-    whole = scripted_client.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
+    complete = scripted_client.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
     joined = []
     for chunk in streamed(scripted_client, PATH, body):
         joined += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
-    assert joined == whole
+    assert joined == complete
 
 
-# ---- formats ----
+# ---- structured output ----
 
 
 def test_json_object_mode_produces_an_object(client: httpx.Client) -> None:
-    # A random model writes long strings: a low bias for letters would not be honest, a stop by length is.
+    # A random model rarely closes its strings, so the answer may end by length.
     answer = ask(client, response_format={"type": "json_object"}, max_tokens=40, temperature=1)
     text = answer["choices"][0]["message"]["content"]
     if answer["choices"][0]["finish_reason"] == "stop":
@@ -220,7 +220,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
 def test_answer_follows_its_json_schema(client: httpx.Client, stream: bool) -> None:
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     body = {"messages": [user()], "response_format": format_, "temperature": 1, "seed": 3, "max_tokens": 200}

@@ -1,4 +1,4 @@
-"""/v1/completions: forms of prompts, choices, echo, log probabilities, streams."""
+"""/v1/completions: prompt forms, choices, echo, log probabilities, streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def ask(client: httpx.Client, prompt: Any = "Hello", **fields: Any) -> dict[str,
     answer = client.post(PATH, json={"prompt": prompt, "temperature": 0, **fields})
     assert answer.status_code == 200, answer.text
     CompletionResponse.model_validate(answer.json())
-    whole: dict[str, Any] = answer.json()
-    return whole
+    complete: dict[str, Any] = answer.json()
+    return complete
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -66,15 +66,15 @@ def test_max_tokens_beyond_the_context_ends_with_length(client: httpx.Client) ->
 
 def test_usage_reports_cached_tokens_per_cache_salt(client: httpx.Client) -> None:
     prompt = [11, 12, 13, 14] * 16
-    ask(client, prompt, max_tokens=1, cache_salt="told")
-    again = ask(client, prompt, max_tokens=1, cache_salt="told")
+    ask(client, prompt, max_tokens=1, cache_salt="same")
+    again = ask(client, prompt, max_tokens=1, cache_salt="same")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     other = ask(client, prompt, max_tokens=1, cache_salt="other")
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(
-    "stop", ["lazy dog", "y dog, th", ["sun", "lazy"], ["The quick brown fox jumps over the lazy dog,"]]
+    "stop", ["lazy dog", "y dog, th", ["sun", "lazy"], ["The quick brown fox jumps over the lazy dog,"]], ids=str
 )
 def test_text_ends_before_the_stop_string(scripted_client: httpx.Client, stop: Any) -> None:
     text = REPLIES["REPLY-LONG"]
@@ -94,7 +94,7 @@ def test_stop_string_ends_generation_in_the_engine(scripted: LocalServer, script
         ask(scripted_client, "endless", max_tokens=900, n=n, stop="so on and so")
         ask(scripted_client, ["endless", "REPLY-SHORT"], max_tokens=900, n=n, stop="so on and so")
     scripted.until_idle(1.0)
-    # Eight endless samples of 900 tokens each if nothing stopped them; how far they get is for the machine to say.
+    # Without the stop string there are eight samples of 900 tokens; how early they end depends on the machine.
     assert scripted.snapshot().stats.generated_tokens_total - before < 8 * 900 / 2
 
 
@@ -150,12 +150,12 @@ def test_text_offsets_point_into_the_text(scripted_client: httpx.Client) -> None
 def test_streamed_logprobs_equal_those_of_the_complete_answer(scripted_client: httpx.Client) -> None:
     for echo in (False, True):
         body = {"prompt": "REPLY-UNICODE", "max_tokens": 50, "logprobs": 2, "echo": echo}
-        whole = lists(ask(scripted_client, **body)["choices"][0])
-        joined: dict[str, list[Any]] = {name: [] for name in whole}
+        complete = lists(ask(scripted_client, **body)["choices"][0])
+        joined: dict[str, list[Any]] = {name: [] for name in complete}
         for chunk in streamed(scripted_client, PATH, body):
             for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
                 joined[name] += values
-        assert joined == whole
+        assert joined == complete
 
 
 def test_logprobs_zero_shows_only_the_sampled_token(client: httpx.Client) -> None:
@@ -225,7 +225,7 @@ def test_hidden_stop_token_has_a_logprob_and_no_text(client: httpx.Client, token
     assert shown["choices"][0]["text"] == "x"
 
 
-# ---- sampling reaches the engine ----
+# ---- sampling parameters ----
 
 
 def test_seeded_choices_are_reproducible_and_distinct(client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Clients that hang up: the work for them ends within a step or two, streamed or not, and nothing is left behind."""
+"""Closed connections: their requests are aborted, streamed or not, and leave no state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow_runner(tokenizer: Tokenizer) -> ScriptedRunner:
 
 @pytest.fixture(scope="module")
 def slow(tokenizer: Tokenizer, slow_runner: ScriptedRunner) -> Iterator[LocalServer]:
-    """Ten milliseconds a token: an endless answer would take ten seconds."""
+    """Takes ten milliseconds per token, so that an endless answer takes ten seconds."""
     args = AppArgs(served_model_name="slow", validate_blocks=True, max_model_len=1024, enable_prefix_caching=False)
     with LocalServer(args, tokenizer, lambda: LLMEngine(args.engine_config(), model_runner=slow_runner)) as server:
         yield server
@@ -102,7 +102,7 @@ def test_connection_closed_while_sending_does_not_affect_other_requests(slow: Lo
 
 
 def test_request_aborted_by_the_engine_returns_an_error(slow: LocalServer) -> None:
-    """The request is aborted in the engine, as by its lease, while the client still waits."""
+    """The engine aborts the request, as after the consumer timeout, while the client still waits."""
     assert slow.engine is not None
     engine = slow.engine
 

@@ -1,4 +1,4 @@
-"""What clients are told when something fails: enough to mend it, nothing about our insides."""
+"""Error answers: status, OpenAI body and headers, without internal details."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_method_not_allowed_error_has_an_allow_header() -> None:
 @pytest.mark.parametrize(
     "value",
     ["x" * 10**6, list(range(10**6)), {str(n): n for n in range(10**5)}, 10**10_000, [[[[[[]]]]]]],
-    ids=range(5),
+    ids=["string", "list", "object", "integer", "nested list"],
 )
 def test_shown_input_values_are_truncated(value: Any) -> None:
     assert len(shorten(value)) <= MAX_SHOWN_INPUT

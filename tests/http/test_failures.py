@@ -1,4 +1,4 @@
-"""When the engine fails: before the first token it is a status, after it an event; other requests do not notice."""
+"""Failures: a status before the first token, an error event after it; other requests are unaffected."""
 
 from __future__ import annotations
 

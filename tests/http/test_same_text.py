@@ -1,4 +1,4 @@
-"""One greedy text, however it is asked for: streamed, whole, by chat, by `LLM.generate`, by transformers itself."""
+"""Every interface gives the same greedy text: completions, streams, chat, `LLM.generate`, transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def oracle(tiny: LocalServer, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """What transformers generates, one prompt at a time."""
+    """Returns the tokens that transformers generates, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(tiny.args.model, dtype=torch.float32)
     generated = {}
     for name, prompt in PROMPTS.items():
@@ -52,8 +52,8 @@ def test_completion_and_stream_equal_transformers_at_every_length(
     for max_tokens in range(1, LENGTH + 1):
         body = {"prompt": PROMPTS[name], "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
         text = tokenizer.decode(oracle[name][:max_tokens])
-        whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        assert whole == text
+        complete = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert complete == text
         assert joined_text(streamed(client, "/v1/completions", body)) == text
 
 

@@ -1,4 +1,4 @@
-"""Random schemas: whatever a random model writes under one parses and validates."""
+"""Random JSON schemas: every answer of a random model parses and validates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaf(choose: random.Random) -> dict[str, Any]:
 
 
 def schema(choose: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A small schema whose answers are short."""
+    """Returns a small random schema with short answers."""
     kind = choose.random()
     if depth == 0 or kind < 0.25:
         return leaf(choose)

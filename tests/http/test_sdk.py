@@ -1,4 +1,4 @@
-"""The openai package, as its users use it."""
+"""The openai package as a client."""
 
 from __future__ import annotations
 

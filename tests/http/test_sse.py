@@ -1,4 +1,4 @@
-"""Chunks built from strings are the JSON they are meant to be."""
+"""Stream chunks built from strings are valid JSON of the documented schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only shows behind Serve's proxy: headers, errors and hang-ups on their way through it."""
+"""Headers, errors and closed connections behind Serve's proxy; HTTP and handle give the same answers."""
 
 from __future__ import annotations
 

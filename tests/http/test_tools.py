@@ -1,4 +1,4 @@
-"""Tools: what the model is told, what it is made to write, and what of its text becomes calls."""
+"""Tools: their description in the prompt, forced calls, and calls parsed from the answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_ids(choice: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str
 
 
 def streamed_choice(client: httpx.Client, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    """The same, put together from a stream as clients do it."""
+    """Returns the same from the joined chunks of a stream."""
     content, reason = "", ""
     calls: list[list[str]] = []
     for chunk in read_stream(client, PATH, body).chunks:
@@ -137,7 +137,7 @@ def test_llama_calls_are_parsed_for_llama_templates(
 
 
 def test_prompt_describes_the_tools(client: httpx.Client, tokenizer: Tokenizer) -> None:
-    """In the system message, where the template has no place for them; by the template, where it has."""
+    """Without tool support in the chat template, the descriptions go into the system message."""
 
     def prompt(messages: list[dict[str, Any]]) -> str:
         ids = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
@@ -158,7 +158,7 @@ def test_prompt_describes_the_tools(client: httpx.Client, tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tool_choice_required_forces_a_call(client: httpx.Client, seed: int) -> None:
-    """This one is random, so it would never do it on its own."""
+    """The model is random and makes no call unless forced."""
     choice = ask(client, tool_choice="required", temperature=1, seed=seed, max_tokens=200)
     assert choice["finish_reason"] == "tool_calls"
     [(name, arguments)] = without_ids(choice)[1]
@@ -190,7 +190,7 @@ def test_forced_parallel_calls_use_the_declared_functions(client: httpx.Client) 
 
 
 def test_forced_arguments_contain_only_declared_properties(client: httpx.Client) -> None:
-    """Nothing in this schema forbids others, but a random model would invent them without end."""
+    """The schema allows others, which a random model would generate without end."""
     size = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
     parameters = {"type": "object", "properties": {"size": size, "n": {"type": "boolean"}}, "required": ["size"]}
     for seed in range(3):
@@ -202,7 +202,7 @@ def test_forced_arguments_contain_only_declared_properties(client: httpx.Client)
 
 
 def test_all_of_subschemas_stay_open() -> None:
-    """Closed, each would forbid what the other asks for."""
+    """A closed subschema would forbid the properties of the others."""
     parts = [{"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]} for name in "ab"]
     fields = {
         "messages": [{"role": "user", "content": "Hi"}],
