@@ -1,4 +1,4 @@
-"""What happens when a process of the application dies, hangs or fails: all that waits is told, and service resumes."""
+"""Killed, hung and failed processes: open requests end with an error, and service resumes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ async def read_stream(
         return text
 
 
-async def streams_through(broken: Broken, disaster: Any) -> list[str | BaseException]:
-    """Starts streams, lets the disaster happen once all have begun, and returns what came of each."""
+async def streams_through(broken: Broken, fault: Any) -> list[str | BaseException]:
+    """Starts streams, runs `fault` once all have begun, and returns the text or exception of each."""
     started = asyncio.Semaphore(0)
     async with httpx.AsyncClient(timeout=60) as client:
         tasks = [asyncio.create_task(read_stream(client, broken, started)) for _ in range(STREAMS)]
         for _ in tasks:
             await started.acquire()
-        await asyncio.to_thread(disaster)
+        await asyncio.to_thread(fault)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -125,7 +125,7 @@ def test_hung_forward_pass_ends_all_streams_and_the_replica_is_replaced(broken: 
 
 
 def test_shared_connection_survives_the_abort_of_its_first_request(broken: Broken) -> None:
-    """Its request opened the connection between ingress and engine, which all share."""
+    """The first request opens the connection between ingress and engine that all requests share."""
     old = broken.info().engine_id
     kill(replica_pid(broken.app, "Engine"))
     broken.wait_for_another_engine(old)
@@ -162,7 +162,7 @@ def test_many_closed_connections_free_all_blocks(broken: Broken) -> None:
 
     for _ in range(5):
         asyncio.run(disconnect_all())
-        wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 5)
+        wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has freed all blocks", 5)
     assert broken.stats().stats.finished["abort"] == aborted + 300
 
 
@@ -170,7 +170,7 @@ def test_killed_ingress_aborts_its_requests_in_the_engine(broken: Broken) -> Non
     aborted = broken.stats().stats.finished.get("abort", 0)
     results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Ingress"))))
     assert len(results) == STREAMS
-    wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 10)
+    wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has freed all blocks", 10)
     assert broken.stats().stats.finished["abort"] == aborted + STREAMS
     assert_serves(broken)
 
@@ -186,9 +186,9 @@ def test_restarted_metrics_actor_keeps_all_totals(broken: Broken) -> None:
         stats: EngineStats = broken.metrics().current.remote().result(timeout_s=30).stats
         return stats
 
-    # The ingress refuses the long prompt itself, and has it counted in passing.
+    # The ingress rejects the long prompt itself and reports it to the engine without waiting.
     counted = counted_before + 1
-    wait_until(lambda: stats_in_metrics().rejections.get("never_fits") == counted, "the refusal is counted")
+    wait_until(lambda: stats_in_metrics().rejections.get("never_fits") == counted, "the rejection is counted")
     before = stats_in_metrics()
     assert before.generated_tokens_total >= 90
     old = replica_pid(broken.app, "Metrics")
@@ -202,7 +202,7 @@ def test_restarted_metrics_actor_keeps_all_totals(broken: Broken) -> None:
             return False
         return current is not None and current.time > started and replica_pid(broken.app, "Metrics") != old
 
-    wait_until(is_back, "the new metrics actor knows the engine")
+    wait_until(is_back, "the new metrics actor has a snapshot")
     assert stats_in_metrics() == before
     assert_serves(broken)
 
@@ -234,7 +234,7 @@ def test_reconfigure_applies_without_restarting_the_engine(broken: Broken) -> No
     codes = asyncio.run(flood())
     assert set(codes) == {200, 429}
     engine.reconfigure.remote({"max_waiting_requests": 2048}).result(timeout_s=30)
-    # What is raised here, Serve takes for a broken engine: it stops it, and each that follows.
+    # reconfigure() ignores unknown settings: if it raised, Serve would stop the engine and every replacement.
     engine.reconfigure.remote({"consumer_timeout_sec": 5}).result(timeout_s=30)
     assert broken.info().engine_id == old
     assert_serves(broken)
