@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md has a line for each module and each dependency, and for none that is gone."""
+"""ARCHITECTURE.md lists every module and every dependency, and names only existing files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_architecture_lists_every_module() -> None:
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.name != "__init__.py"}
     assert re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE)
     listed = set(re.findall(r"^\| `(\S+\.py)` \|", section("Modules"), flags=re.MULTILINE))
-    assert sorted(modules - listed) == [], "not listed of"
-    assert sorted(listed - modules) == [], "listed of, but gone"
+    assert sorted(modules - listed) == [], "not listed"
+    assert sorted(listed - modules) == [], "listed, but missing"
 
 
 def test_architecture_explains_every_dependency() -> None:

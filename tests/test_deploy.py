@@ -1,4 +1,4 @@
-"""The files under deploy/ and serve_config.yaml: what can be known of them without a cluster."""
+"""The files under deploy/ and serve_config.yaml, checked without a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVE_CONFIGS = {
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """By name of an exported sample (`_total`, `_bucket` included): the values that its labels take."""
+    """Returns label values by exported sample name (`_total` and `_bucket` included)."""
     text = render_prometheus(EngineSnapshot(EngineStats(), engine_id="1", histograms=Latencies.histograms()))
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -43,7 +43,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def expressions(value: Any) -> list[str]:
-    """Every PromQL expression in a dashboard or a rule file."""
+    """Returns every PromQL expression of a dashboard or rule file."""
     if isinstance(value, list):
         return [found for item in value for found in expressions(item)]
     if isinstance(value, dict):
@@ -62,7 +62,7 @@ def test_configurations_are_valid_for_serve_and_the_application(name: str) -> No
 
 
 def test_configurations_contain_only_keys_known_to_serve() -> None:
-    """Serve drops keys that it does not know: every key of ours must be one that it keeps."""
+    """Serve drops unknown keys silently."""
     for config in SERVE_CONFIGS.values():
         known = ServeDeploySchema.model_fields
         assert set(config) <= set(known)
@@ -88,7 +88,7 @@ def test_dashboard_and_alerts_query_only_exported_metrics(path: Path, exported: 
     assert asked
     for expression in asked:
         names = re.findall(r"\bminivllm_\w+", expression)
-        assert names, f"{expression} asks for nothing of ours"
+        assert names, f"{expression} queries no minivllm metric"
         for name in names:
             assert name in exported, f"{expression}: {name} is not exported"
         for name, value in re.findall(r"\b(minivllm_\w+)\{\w+=\"(\w+)\"\}", expression):

