@@ -1,4 +1,4 @@
-"""One Ray and one real application for all tests that need them. They start with the first test that asks."""
+"""Session fixtures: one Ray cluster and one application on the default model, started on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APP_NAME = "minivllm"
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A local Ray with Serve's proxy. `address` lets another process join it as a driver."""
+    """A local Ray with Serve's proxy; `address` is where other drivers connect."""
 
     address: str
     port: int
@@ -32,7 +32,7 @@ class RayCluster:
 
 @dataclass(frozen=True)
 class Served:
-    """The application on the real default model: over HTTP at `base_url`, from Python by `handle`."""
+    """The application on the default model: over HTTP at `base_url`, from Python by `handle`."""
 
     cluster: RayCluster
     base_url: str
@@ -49,7 +49,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Ray with a temporary folder of its own; four CPUs on paper, however few there are."""
+    """Starts Ray in its own temporary folder with four logical CPUs, regardless of the machine's number."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
     from ray import serve
@@ -74,13 +74,13 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def served(ray_cluster: RayCluster) -> Served:
-    """The application as `serve run` would start it, with every operation on blocks checked."""
+    """Starts the application like `serve run`, with block validation enabled."""
     from ray import serve
 
     from minivllm.actors.app import build_app
     from minivllm.actors.config import AppArgs
 
-    # One thread: two that wait for each other are slow beyond measure when the machine has other work.
+    # One thread: two threads that wait for each other are very slow on a busy machine.
     args = AppArgs(validate_blocks=True, max_num_seqs=64, cpu_kv_cache_bytes=256 * 1024**2, num_threads=1)
     handle = serve.run(build_app(args), name=APP_NAME, route_prefix="/")
     return Served(ray_cluster, ray_cluster.base_url, args.model_name, handle)

@@ -1,4 +1,4 @@
-"""Finding and killing the processes of Serve's replicas, but only those that this test run started."""
+"""Finds and kills processes of Serve replicas that this test run started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def replica_pid(app: str, deployment: str) -> int:
-    """The process of a deployment with one replica."""
+    """Returns the process id of a deployment with one replica."""
     [pid] = replica_pids(app, deployment)
     return pid
 
@@ -20,7 +20,7 @@ def replica_pids(app: str, deployment: str) -> list[int]:
 
 
 def actor_pids(title: str) -> list[int]:
-    """The processes that Ray gave this title. What an actor is doing at the moment may stand behind it."""
+    """Returns the processes with this Ray title, which may be followed by the current method."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -35,7 +35,7 @@ def kill(pid: int) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Returns when the condition holds; fails loudly when it never does."""
+    """Returns when the condition holds; raises AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) 
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether this process is among its ancestors."""
+    """Returns whether this process is an ancestor of `pid`."""
     while pid > 1:
         if pid == os.getpid():
             return True

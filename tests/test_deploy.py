@@ -1,4 +1,4 @@
-"""The files under deploy/ and serve_config.yaml: what can be known of them without a cluster."""
+"""The files under deploy/ and serve_config.yaml, checked without a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVE_CONFIGS = {
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """By name of an exported sample (`_total`, `_bucket` included): the values that its labels take."""
+    """Returns label values by exported sample name (`_total` and `_bucket` included)."""
     text = render_prometheus(EngineSnapshot(EngineStats(), engine_id="1", histograms=Latencies.histograms()))
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -43,7 +43,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def expressions(value: Any) -> list[str]:
-    """Every PromQL expression in a dashboard or a rule file."""
+    """Returns every PromQL expression of a dashboard or rule file."""
     if isinstance(value, list):
         return [found for item in value for found in expressions(item)]
     if isinstance(value, dict):
@@ -53,7 +53,7 @@ def expressions(value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SERVE_CONFIGS)
-def test_serve_takes_the_configuration_and_the_application_its_arguments(name: str) -> None:
+def test_configurations_are_valid_for_serve_and_the_application(name: str) -> None:
     config = ServeDeploySchema.model_validate(SERVE_CONFIGS[name])
     (application,) = config.applications
     assert application.name == "minivllm"
@@ -61,8 +61,8 @@ def test_serve_takes_the_configuration_and_the_application_its_arguments(name: s
     assert AppArgs(**application.args).model
 
 
-def test_a_configuration_does_not_lose_a_misspelt_key_silently() -> None:
-    """Serve drops keys that it does not know: every key of ours must be one that it keeps."""
+def test_configurations_contain_only_keys_known_to_serve() -> None:
+    """Serve drops unknown keys silently."""
     for config in SERVE_CONFIGS.values():
         known = ServeDeploySchema.model_fields
         assert set(config) <= set(known)
@@ -71,38 +71,38 @@ def test_a_configuration_does_not_lose_a_misspelt_key_silently() -> None:
             assert set(application) <= {"name", "route_prefix", "import_path", "args", "runtime_env", "deployments"}
 
 
-def test_the_default_configuration_is_not_open_to_the_network() -> None:
+def test_default_configuration_listens_on_localhost_only() -> None:
     config = SERVE_CONFIGS["serve_config.yaml"]
     assert config["http_options"]["host"] == "127.0.0.1"
     assert AppArgs(**config["applications"][0]["args"]).http_host == "127.0.0.1"
 
 
-def test_kuberay_runs_the_ray_that_is_pinned() -> None:
+def test_kuberay_uses_the_installed_ray_version() -> None:
     assert RAY_SERVICE["apiVersion"] == "ray.io/v1"
     assert RAY_SERVICE["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
 
 
 @pytest.mark.parametrize("path", [DASHBOARD, DEPLOY / "alerts.yml"], ids=lambda path: path.name)
-def test_dashboard_and_alerts_ask_for_metrics_that_are_exported(path: Path, exported: dict[str, set[str]]) -> None:
+def test_dashboard_and_alerts_query_only_exported_metrics(path: Path, exported: dict[str, set[str]]) -> None:
     asked = expressions(yaml.safe_load(path.read_text()))
     assert asked
     for expression in asked:
         names = re.findall(r"\bminivllm_\w+", expression)
-        assert names, f"{expression} asks for nothing of ours"
+        assert names, f"{expression} queries no minivllm metric"
         for name in names:
             assert name in exported, f"{expression}: {name} is not exported"
         for name, value in re.findall(r"\b(minivllm_\w+)\{\w+=\"(\w+)\"\}", expression):
             assert value in exported[name], f"{expression}: {name} has no {value}"
 
 
-def test_dashboard_shows_every_metric_that_tells_of_blocks(exported: dict[str, set[str]]) -> None:
+def test_dashboard_shows_every_block_metric(exported: dict[str, set[str]]) -> None:
     text = DASHBOARD.read_text()
     about_blocks = [name for name in exported if re.search("kv_blocks|rejections|preemption|integrity", name)]
     assert about_blocks
     assert not [name for name in about_blocks if name not in text and not name.endswith("_created")]
 
 
-def test_dashboard_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_dashboard_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -117,7 +117,7 @@ def test_dashboard_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= cells
 
 
-def test_files_that_compose_and_the_image_refer_to_exist() -> None:
+def test_files_used_by_compose_and_dockerfile_exist() -> None:
     compose = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())
     mounts = [mount.split(":")[0] for service in compose["services"].values() for mount in service.get("volumes", [])]
     folders = [DEPLOY / mount for mount in mounts if mount.startswith(".")]

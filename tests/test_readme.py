@@ -1,4 +1,4 @@
-"""What README.md says must be true of the code: names, defaults and examples."""
+"""README.md matches the code: names, defaults and examples."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def code_blocks(language: str) -> list[str]:
 
 
 def as_written(value: Any) -> str:
-    """A default as one would write it in YAML."""
+    """Returns a default as written in YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def test_configuration_tables_name_every_argument_once_in_order_with_its_default() -> None:
+def test_configuration_tables_list_every_argument_with_its_default() -> None:
     section = README.split("\n## Configuration\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
     expected = [
@@ -48,7 +48,7 @@ def test_configuration_tables_name_every_argument_once_in_order_with_its_default
     assert rows == expected
 
 
-def test_yaml_examples_use_arguments_that_exist() -> None:
+def test_yaml_examples_use_existing_arguments() -> None:
     examples = code_blocks("yaml")
     assert examples
     for example in examples:
@@ -62,7 +62,7 @@ def test_yaml_examples_use_arguments_that_exist() -> None:
 
 
 @pytest.mark.parametrize("source", code_blocks("python"))
-def test_python_examples_import_names_that_exist(source: str) -> None:
+def test_python_examples_use_existing_names(source: str) -> None:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -73,14 +73,14 @@ def test_python_examples_import_names_that_exist(source: str) -> None:
             SamplingParams(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
 
 
-def test_curl_example_sends_json() -> None:
+def test_curl_example_sends_valid_json() -> None:
     bodies = re.findall(r"-d '(\{.*?\})'", "\n".join(code_blocks("bash")), flags=re.DOTALL)
     assert bodies
     for body in bodies:
         assert json.loads(body)["model"] == AppArgs().model
 
 
-def test_curl_example_gets_its_answer(served: Served) -> None:
+def test_curl_example_returns_an_answer(served: Served) -> None:
     [command] = code_blocks("bash")
     words = shlex.split(command.replace("\\\n", " ").replace(DEFAULT_ADDRESS, served.base_url))
     assert words[0] == "curl"
@@ -93,11 +93,11 @@ def test_curl_example_gets_its_answer(served: Served) -> None:
 
 
 @pytest.mark.parametrize("source", code_blocks("python"))
-def test_python_examples_run_word_for_word(source: str, served: Served) -> None:
+def test_python_examples_run_without_errors(source: str, served: Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", source.replace(DEFAULT_ADDRESS, served.base_url)],
-        # RAY_ADDRESS: what `address="auto"` finds by itself where only one Ray runs. OMP_WAIT_POLICY: the example
-        # shares the cores with the application, so its threads had better not wait for each other in a loop.
+        # RAY_ADDRESS: `address="auto"` is ambiguous where several Rays run. OMP_WAIT_POLICY: the example shares
+        # the cores with the application, so its threads must not spin while they wait for each other.
         env={**os.environ, "RAY_ADDRESS": served.cluster.address, "OMP_WAIT_POLICY": "passive"},
         cwd=ROOT,
         capture_output=True,
@@ -110,14 +110,14 @@ def test_python_examples_run_word_for_word(source: str, served: Served) -> None:
         assert "Paris" in done.stdout
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_point_to_existing_files() -> None:
     targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
     assert targets
     missing = [target for target in targets if not (ROOT / target).exists()]
     assert not missing
 
 
-def test_questions_to_ask_by_handle_are_answered(served: Served) -> None:
+def test_documented_handle_calls_return_values(served: Served) -> None:
     section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
     questions = re.findall(r"^\| `((?:handle|serve)\..*?)` \|", section, flags=re.MULTILINE)
     assert len(questions) == 3
@@ -125,13 +125,13 @@ def test_questions_to_ask_by_handle_are_answered(served: Served) -> None:
         assert eval(question, {"handle": served.handle, "serve": serve}).result(timeout_s=60)
 
 
-def test_metrics_named_in_the_text_are_exported() -> None:
+def test_documented_metrics_are_exported() -> None:
     named = set(re.findall(r"`(minivllm_\w+)`", README))
     exported = render_prometheus(EngineSnapshot(EngineStats()))
     assert named
     assert not [name for name in named if not re.search(rf"^{name}(?:\{{| )", exported, flags=re.MULTILINE)]
 
 
-def test_every_reason_for_a_refusal_is_explained() -> None:
+def test_every_rejection_reason_is_documented() -> None:
     section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(REJECTION_REASONS)

@@ -1,4 +1,4 @@
-"""Stand-ins for the tests of this folder: a paced runner without a model, and Serve without Ray."""
+"""Fakes for the tests in this folder: a paced runner without a model, and Serve handles without Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_SIZE = 4
 
 
 class PacedRunner(FakeRunner):
-    """Each step takes `step_s`; while `gate` is cleared, steps wait."""
+    """Takes `step_s` per step; steps block while `gate` is cleared."""
 
     def __init__(self, num_blocks: int = 64, *, step_s: float = 0.001) -> None:
         super().__init__(num_blocks, BLOCK_SIZE)
@@ -50,7 +50,7 @@ async def started_loop(runner: PacedRunner, *, settings: dict[str, Any] | None =
 
 
 class LocalEngine:
-    """What the Engine deployment offers to an EngineClient, on an EngineLoop in this process."""
+    """Fakes the Engine deployment for an EngineClient, on an EngineLoop in this process."""
 
     def __init__(self, loop: EngineLoop) -> None:
         info = EngineInfo("fake", 64, 97, (0,), BLOCK_SIZE, 64, EngineConfig(), "0", loop.engine_id, 0.0)
@@ -76,9 +76,9 @@ PARENT: ContextVar[str | None] = ContextVar("PARENT", default=None)
 
 
 class LocalHandle:
-    """Stands for Serve's handle: each call is a task of its own, which may be late (`delays_s`) or lost (`lost`).
+    """Fakes a Serve handle: each call runs as a task, delayed by `delays_s` or failed when its name is in `lost`.
 
-    `target` may be exchanged, as a replica is; None is a replica that does not answer.
+    Tests replace `target` as Serve replaces a replica; None is a replica that does not answer.
     """
 
     def __init__(self, target: Any) -> None:
@@ -87,7 +87,7 @@ class LocalHandle:
         self.lost: set[str] = set()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.parents: set[str | None] = set()
-        """Requests on whose behalf calls were made, by the context variable that stands for Serve's."""
+        """The values of `PARENT`, which fakes Serve's request context, at each call."""
 
     def options(self, *, stream: bool = False, _by_reference: bool = True) -> LocalHandle:
         return self
@@ -110,7 +110,7 @@ class LocalHandle:
 
 
 class LocalStream:
-    """Stands for DeploymentResponseGenerator: read ahead of its consumer, as gRPC does; ends only by `cancel`."""
+    """Fakes a DeploymentResponseGenerator: reads ahead of its consumer, as gRPC does, and ends only by `cancel`."""
 
     def __init__(self, handle: LocalHandle, arguments: tuple[Any, ...]) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -129,7 +129,7 @@ class LocalStream:
             self._queue.put_nowait(error)
 
     def break_off(self) -> None:
-        """The other side is gone without a word."""
+        """Breaks the connection, as when the other process dies."""
         self._queue.put_nowait(ConnectionError("reset by peer"))
 
     async def __anext__(self) -> Any:

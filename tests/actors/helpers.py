@@ -1,4 +1,4 @@
-"""What the tests of this folder do again and again."""
+"""Helpers shared by the tests in this folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def request(name: str, max_tokens: int = 20, *, prompt: list[int] | None = None,
 
 
 async def collect(stream: AsyncIterator[list[RequestOutput]]) -> dict[int, RequestOutput]:
-    """All outputs merged, by sample; checks that each sample ends once and says nothing after its end."""
-    whole: dict[int, RequestOutput] = {}
+    """Returns all outputs merged per sample; checks that each sample ends exactly once, with its last output."""
+    merged: dict[int, RequestOutput] = {}
     async for outputs in stream:
         for output in outputs:
-            earlier = whole.get(output.index)
+            earlier = merged.get(output.index)
             if earlier is not None:
                 assert not earlier.finished
                 output.new_token_ids[:0] = earlier.new_token_ids
-            whole[output.index] = output
-    assert all(output.finished for output in whole.values())
-    return whole
+            merged[output.index] = output
+    assert all(output.finished for output in merged.values())
+    return merged
 
 
 async def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> None:

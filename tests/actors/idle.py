@@ -1,4 +1,4 @@
-"""Asking all three places that tell of running requests and free blocks."""
+"""Reads running requests and free blocks from the engine, the Metrics deployment and `/metrics`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def over_http(base_url: str) -> Load:
 
 
 def read_metrics(base_url: str) -> dict[str, float]:
-    """Samples of /metrics by name, with the values of their labels in braces."""
+    """Returns the samples of /metrics by name, with label values in braces."""
     text = httpx.get(f"{base_url}/metrics", timeout=30).raise_for_status().text
     return {
         sample.name + ("{" + ",".join(sample.labels.values()) + "}" if sample.labels else ""): sample.value
@@ -58,7 +58,7 @@ def read_metrics(base_url: str) -> dict[str, float]:
 
 
 def wait_for_no_load(app: str, base_url: str) -> None:
-    """All three must come to say so by themselves: no request is sent meanwhile."""
+    """Waits until engine, Metrics deployment and `/metrics` report no load, without sending a request."""
     wait_until(lambda: in_engine(app).is_none, "the engine is idle", 10)
-    wait_until(lambda: in_metrics(app).is_none, "the metrics deployment says so", 10)
+    wait_until(lambda: in_metrics(app).is_none, "the Metrics deployment reports no load", 10)
     assert over_http(base_url).is_none

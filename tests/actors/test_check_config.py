@@ -1,4 +1,4 @@
-"""A mistake in the configuration is told before Ray is started."""
+"""check_config: reports mistakes in a configuration file before Ray starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ APPLICATION = "applications:\n  - import_path: minivllm.actors.app:build_app\n"
 
 
 @pytest.mark.parametrize("path", ["serve_config.yaml", "deploy/serve_config.yaml"])
-def test_what_we_ship_is_refused(path: str) -> None:
+def test_shipped_configurations_have_no_mistakes(path: str) -> None:
     assert list(mistakes(ROOT / path)) == []
 
 
@@ -34,44 +34,55 @@ def test_what_we_ship_is_refused(path: str) -> None:
         ("    args: {http_port: 7000, num_ingress_replicas: 2}", "args: http_port: only one ingress can have it"),
         ("    args: [", "it cannot be read"),
     ],
+    ids=[
+        "unknown argument",
+        "invalid choice",
+        "out of range",
+        "unknown live setting",
+        "port of the proxy",
+        "port of several ingresses",
+        "invalid YAML",
+    ],
 )
-def test_a_mistake_is_found_only_when_ray_is_up(rest: str, expected: str, tmp_path: Path) -> None:
+def test_mistake_is_reported_with_its_argument(rest: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(APPLICATION + rest)
     found = list(mistakes(path))
     assert any(mistake.startswith(expected) for mistake in found), found
 
 
-def test_keys_are_shown(tmp_path: Path) -> None:
+def test_mistakes_do_not_show_api_keys(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(APPLICATION + "    args: {api_keys: ['my secret'], block_size: none}")
     assert "secret" not in " ".join(mistakes(path))
 
 
-def test_other_applications_are_judged(tmp_path: Path) -> None:
+def test_arguments_of_other_applications_are_not_checked(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("applications:\n  - import_path: somebody:else\n    args: {anything: 1}\n")
     assert list(mistakes(path)) == []
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"]
+    "text",
+    ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"],
+    ids=["empty", "list", "applications: 3", "applications: [a]", "deployments: [a]"],
 )
-def test_another_shape_ends_in_a_traceback(text: str, tmp_path: Path) -> None:
-    """Serve has its own words for it."""
+def test_malformed_files_are_left_to_serve(text: str, tmp_path: Path) -> None:
+    """Serve reports the malformed file itself."""
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     assert list(mistakes(path)) == []
     list(taken_ports(path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_exits_with_an_error_message(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minivllm.actors.check_config", str(tmp_path / "no.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, f"{tmp_path / 'no.yaml'}: there is no such file\n")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path: Path) -> None:
+def test_ports_in_use_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     with socket.create_server(("127.0.0.1", 0)) as other, socket.create_server(("127.0.0.1", 0)) as another:
         own, proxy = other.getsockname()[1], another.getsockname()[1]

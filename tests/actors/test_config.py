@@ -1,4 +1,4 @@
-"""AppArgs: every wrong argument is named, with the reason."""
+"""AppArgs and LiveSettings: validation errors name the argument and the reason."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from minivllm.core.config import EngineConfig
         ("device", "tpu", "match pattern"),
     ],
 )
-def test_a_wrong_value_is_named_with_the_reason(name: str, value: Any, reason: str) -> None:
+def test_invalid_value_is_rejected_with_name_and_reason(name: str, value: Any, reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         AppArgs.model_validate({name: value})
     assert name in str(caught.value)
     assert reason in str(caught.value)
 
 
-def test_a_mistyped_name_is_refused_and_the_right_one_suggested() -> None:
+def test_unknown_argument_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(ValidationError, match="unknown argument 'blok_size'; did you mean 'block_size'"):
         AppArgs.model_validate({"blok_size": 16})
     with pytest.raises(ValidationError, match="unknown argument 'xyzzy'"):
         AppArgs.model_validate({"xyzzy": 16})
 
 
-def test_an_error_does_not_show_the_keys() -> None:
+def test_validation_errors_do_not_show_api_keys() -> None:
     with pytest.raises(ValidationError) as caught:
         AppArgs.model_validate({"api_keys": ["top-secret"], "block_size": 0, "device": "cuda:1"})
     assert "top-secret" not in str(caught.value)
@@ -54,7 +54,7 @@ def test_an_error_does_not_show_the_keys() -> None:
     assert "top-secret" not in str(caught.value)
 
 
-def test_the_engine_gets_its_part() -> None:
+def test_engine_config_and_model_name_derive_from_the_arguments() -> None:
     args = AppArgs(model="folder", block_size=32, consumer_timeout_s=5, api_keys=("key",))
     config = args.engine_config(device="cpu")
     assert type(config) is EngineConfig
@@ -63,11 +63,11 @@ def test_the_engine_gets_its_part() -> None:
     assert AppArgs(served_model_name="short").model_name == "short"
 
 
-def test_arguments_survive_the_way_to_the_replicas() -> None:
+def test_arguments_survive_pickling() -> None:
     args = AppArgs(api_keys=("key",), engine_env_vars={"A": "1"})
     assert pickle.loads(pickle.dumps(args)) == args
 
 
-def test_an_unknown_live_setting_is_refused() -> None:
+def test_unknown_live_setting_is_rejected() -> None:
     with pytest.raises(ValidationError, match="consumer_timeout"):
         LiveSettings.model_validate({"consumer_timeout": 3})

@@ -1,4 +1,4 @@
-"""Who may interrupt whom."""
+"""CPU scheduling policies of processes and threads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from tests.conftest import APP_NAME, Served
 from tests.processes import actor_pids, replica_pid
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies exist on Linux only")
 
 
 def policies(pid: int) -> set[int]:
-    """Of all threads of a process."""
+    """Returns the scheduling policies of all threads of a process."""
     found = set()
     for thread in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -26,8 +26,8 @@ def policies(pid: int) -> set[int]:
     return found
 
 
-def test_threads_from_before_and_after_carry_messages() -> None:
-    """In a process of its own, since there is no way back that a test should rely on."""
+def test_batch_policy_applies_to_existing_and_new_threads() -> None:
+    """Runs in a subprocess, since a thread cannot rely on leaving the batch policy again."""
     program = """
 import os, threading
 from minivllm.actors.process import use_batch_cpu_policy
@@ -51,7 +51,7 @@ print([os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in (0, before,
     assert printed_by(program) == "[True, True, True]"
 
 
-def test_the_thread_that_computes_and_its_own_are_as_usual_again() -> None:
+def test_compute_thread_and_its_children_use_the_default_policy() -> None:
     program = """
 import os, threading
 from minivllm.actors.process import use_batch_cpu_policy, use_default_cpu_policy
@@ -76,8 +76,8 @@ print(found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH])
     assert printed_by(program) == "True"
 
 
-def test_the_engine_computes_where_all_of_ray_carries_messages() -> None:
-    """As `make serve` starts it: what a process inherits, the engine's thread takes back."""
+def test_step_thread_uses_the_default_policy_in_a_batch_process() -> None:
+    """`make serve` starts all processes under the batch policy, which the step thread resets for itself."""
     program = """
 import asyncio, os
 from minivllm.actors.engine.loop import EngineLoop
@@ -97,7 +97,7 @@ asyncio.run(main())
     assert printed_by(program) == "True True"
 
 
-def test_another_choice_of_policy_is_respected() -> None:
+def test_policy_chosen_by_the_user_is_kept() -> None:
     program = """
 import os
 from minivllm.actors.process import use_batch_cpu_policy, use_default_cpu_policy
@@ -115,7 +115,7 @@ def printed_by(program: str) -> str:
     return answer.stdout.strip()
 
 
-def test_a_system_that_forbids_it_is_left_as_it_is() -> None:
+def test_missing_permission_or_batch_policy_is_ignored() -> None:
     program = """
 import os
 from minivllm.actors import process
@@ -130,7 +130,7 @@ process.use_batch_cpu_policy()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_proxy_ingress_and_metrics_do_not_interrupt_the_engine(served: Served) -> None:
+def test_proxy_ingress_and_metrics_run_under_the_batch_policy(served: Served) -> None:
     [proxy] = actor_pids("ray::ProxyActor")
     for pid in (proxy, replica_pid(APP_NAME, "Ingress"), replica_pid(APP_NAME, "Metrics")):
         assert policies(pid) == {os.SCHED_BATCH}

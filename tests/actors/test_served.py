@@ -1,4 +1,4 @@
-"""The real model behind Ray Serve, asked over HTTP and by handle."""
+"""The application with the default model on Ray Serve, over HTTP and by handle."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STREAMS = 64
 
 
 async def stream_one(client: openai.AsyncOpenAI, served: Served, index: int, stop_after: int | None) -> int:
-    """Counts the chunks with text; with `stop_after`, hangs up after so many."""
+    """Returns the number of chunks with text; closes the stream after `stop_after` of them."""
     stream = await client.completions.create(
         model=served.model,
         prompt=f"Story number {index}. Once upon a time",
-        # Long enough for one who leaves: it must not end by itself before the engine hears of it.
+        # A closed stream needs many tokens left: it must not finish before its abort reaches the engine.
         max_tokens=24 if stop_after is None else 2000,
         stream=True,
         temperature=0,
@@ -45,17 +45,17 @@ async def stream_one(client: openai.AsyncOpenAI, served: Served, index: int, sto
     return chunks
 
 
-async def run_streams(served: Served, *, leaving: int) -> None:
+async def run_streams(served: Served, *, num_closed: int) -> None:
     client = openai.AsyncOpenAI(base_url=f"{served.base_url}/v1", api_key="none", max_retries=0, timeout=240)
     async with client:
         await asyncio.gather(
-            *(stream_one(client, served, index, 3 if index < leaving else None) for index in range(STREAMS))
+            *(stream_one(client, served, index, 3 if index < num_closed else None) for index in range(STREAMS))
         )
 
 
-def test_sixty_four_streams_at_once_all_complete(served: Served) -> None:
+def test_sixty_four_concurrent_streams_complete(served: Served) -> None:
     before = read_metrics(served.base_url)
-    asyncio.run(run_streams(served, leaving=0))
+    asyncio.run(run_streams(served, num_closed=0))
     after = read_metrics(served.base_url)
     done = "minivllm_samples_finished_total{length}"
     assert after[done] - before[done] == STREAMS
@@ -64,9 +64,9 @@ def test_sixty_four_streams_at_once_all_complete(served: Served) -> None:
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-def test_clients_that_hang_up_leave_no_block_behind(served: Served) -> None:
+def test_closed_connections_abort_their_requests_and_free_all_blocks(served: Served) -> None:
     before = read_metrics(served.base_url)
-    asyncio.run(run_streams(served, leaving=STREAMS // 3))
+    asyncio.run(run_streams(served, num_closed=STREAMS // 3))
     wait_for_no_load(APP_NAME, served.base_url)
     after = read_metrics(served.base_url)
     ended = {
@@ -78,7 +78,7 @@ def test_clients_that_hang_up_leave_no_block_behind(served: Served) -> None:
     assert after["minivllm_integrity_violations_total"] == 0
 
 
-def test_the_history_shows_blocks_taken_and_given_back(served: Served) -> None:
+def test_metrics_history_shows_blocks_allocated_and_freed(served: Served) -> None:
     client = Client(APP_NAME)
     client.generate("Once upon a time", max_tokens=40, ignore_eos=True)
     wait_for_no_load(APP_NAME, served.base_url)
@@ -89,7 +89,7 @@ def test_the_history_shows_blocks_taken_and_given_back(served: Served) -> None:
     assert [point.time for point in points] == sorted(point.time for point in points)
 
 
-def test_prompts_that_can_never_fit_are_counted_wherever_they_are_refused(served: Served) -> None:
+def test_never_fits_rejections_are_counted_for_text_and_token_prompts(served: Served) -> None:
     name = "minivllm_block_admission_rejections_total{never_fits}"
     before = read_metrics(served.base_url)[name]
     for prompt in ("word " * 9000, [1] * 9000):
@@ -101,7 +101,7 @@ def test_prompts_that_can_never_fit_are_counted_wherever_they_are_refused(served
         time.sleep(0.1)
 
 
-def test_owners_and_reset_by_handle(served: Served) -> None:
+def test_handle_lists_block_owners_and_resets_the_prefix_cache(served: Served) -> None:
     engine = serve.get_deployment_handle("Engine", APP_NAME)
     Client(APP_NAME).generate("A prompt that is long enough to fill more than one block of the cache", max_tokens=30)
     states = [owner.state for owner in engine.owners.remote().result(timeout_s=30)]
@@ -111,21 +111,21 @@ def test_owners_and_reset_by_handle(served: Served) -> None:
     assert {owner.state for owner in engine.owners.remote().result(timeout_s=30)} == {"free"}
 
 
-def test_the_client_gives_text_and_streams_the_same(served: Served) -> None:
+def test_client_stream_equals_its_complete_answer(served: Served) -> None:
     client = Client(APP_NAME)
-    whole = client.chat(QUESTION, max_tokens=20, temperature=0)
-    assert whole["choices"][0]["message"]["content"] == ANSWER
-    assert whole["choices"][0]["finish_reason"] == "stop"
-    assert b"minivllm" not in pickle.dumps(whole).replace(
-        whole["id"].encode(), b""
-    )  # else the caller needs the package
+    complete = client.chat(QUESTION, max_tokens=20, temperature=0)
+    assert complete["choices"][0]["message"]["content"] == ANSWER
+    assert complete["choices"][0]["finish_reason"] == "stop"
+    assert b"minivllm" not in pickle.dumps(complete).replace(
+        complete["id"].encode(), b""
+    )  # callers unpickle answers without the package
     chunks = list(client.chat_stream(QUESTION, max_tokens=20, temperature=0))
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
     assert text == ANSWER
 
 
 @pytest.mark.parametrize("how", ["close", "break"])
-def test_leaving_a_stream_of_the_client_ends_the_request(served: Served, how: str) -> None:
+def test_closed_client_stream_aborts_the_request(served: Served, how: str) -> None:
     stream = Client(APP_NAME).generate_stream("Once upon a time", max_tokens=2000, ignore_eos=True)
     next(stream)
     assert in_engine(APP_NAME).running == 1
@@ -138,7 +138,7 @@ def test_leaving_a_stream_of_the_client_ends_the_request(served: Served, how: st
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-def test_the_client_raises_our_errors(served: Served) -> None:
+def test_client_raises_typed_errors(served: Served) -> None:
     client = Client(APP_NAME)
     with pytest.raises(InvalidRequestError) as caught:
         client.generate("Hello", max_tokens=-1)
@@ -148,13 +148,13 @@ def test_the_client_raises_our_errors(served: Served) -> None:
         next(client.chat_stream(QUESTION, temperature=9))
 
 
-def test_a_timeout_of_the_client_ends_the_request(served: Served) -> None:
+def test_client_timeout_aborts_the_request(served: Served) -> None:
     with pytest.raises(TimeoutError):
         Client(APP_NAME, timeout_s=0.5).generate("Once upon a time", max_tokens=4000, ignore_eos=True)
     wait_for_no_load(APP_NAME, served.base_url)
 
 
-async def test_the_async_client_streams_and_cancels(served: Served) -> None:
+async def test_async_client_generates_streams_and_cancels(served: Served) -> None:
     client = AsyncClient(APP_NAME)
     answer = await client.chat(QUESTION, max_tokens=20, temperature=0)
     assert answer["choices"][0]["message"]["content"] == ANSWER
@@ -193,7 +193,7 @@ OTHER_DRIVER = """
 """
 
 
-def test_another_ray_program_gets_text_a_stream_and_can_cancel(served: Served) -> None:
+def test_second_ray_driver_generates_streams_and_cancels(served: Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(OTHER_DRIVER), served.cluster.address],
         capture_output=True,

@@ -1,6 +1,6 @@
-"""Clients that people already have, against a running server: check.py BASE_URL [NAME ...]
+"""Third-party clients against a running server: check.py BASE_URL [NAME ...]
 
-Runs in .venv-compat; see run.py. Each check prints a line; the exit status is 0 when all hold.
+Runs in .venv-compat; see run.py. Each check prints a line; the exit status is 0 when all pass.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def langchain_works(base_url: str) -> None:
     answer = chat.invoke(QUESTION)
     require("Paris" in answer.content, answer)
     require(answer.usage_metadata and answer.usage_metadata["total_tokens"] > 5, answer)
-    require("".join(chunk.content for chunk in chat.stream(QUESTION)) == answer.content, "streamed is whole")
+    require("".join(chunk.content for chunk in chat.stream(QUESTION)) == answer.content, "stream joins to the answer")
     require(len(chat.batch([QUESTION, "Name a colour."])) == 2, "batches")
     by_schema = chat.with_structured_output(Capital, method="json_schema").invoke(QUESTION)
     require(isinstance(by_schema, Capital), by_schema)
@@ -99,7 +99,7 @@ def lm_eval_works(base_url: str) -> None:
         )
     scores = results["results"]
     print({task: {name: value for name, value in found.items() if "," in name} for task, found in scores.items()})
-    # A wrong reading of the log probabilities would be at chance level, one third.
+    # Misread log probabilities would score at chance level, one third.
     require(scores["capitals_choice"]["acc,none"] >= 0.6, scores)
     require(scores["capitals_generate"]["exact_match,stripped"] > 0, scores)
 
@@ -146,7 +146,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Nothing here may ask anything but our server.
+    # The checks reach no host but the server.
     os.environ.update(
         HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LITELLM_LOCAL_MODEL_COST_MAP="True", DO_NOT_TRACK="1"
     )

@@ -1,6 +1,6 @@
-"""`make compat`: starts the server as users do, and lets other people's programs talk to it.
+"""`make compat`: starts the server with `serve run` and runs third-party clients against it.
 
-The programs live in an environment of their own (.venv-compat): their dependencies are not ours.
+The clients run in a separate environment (.venv-compat), since their dependencies differ from ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def write_config(folder: str, port: int) -> Path:
-    """The shipped configuration on another port, and with a short context: random requests may ask for all of it."""
+    """Writes the shipped configuration with another port and a short context, which random requests may use up."""
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = free_port()
     config["applications"][0]["args"]["http_port"] = port

@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = [
     "tests/core/kv_cache/test_block_manager_walkthrough.py",
-    "tests/core/XX.py",
-    "tests/core/XX_prefix.py",
-    "tests/core/XX.py",
+    "tests/core/kv_cache/test_block_manager.py",
+    "tests/core/kv_cache/test_block_manager_prefix.py",
+    "tests/core/scheduler/test_scheduler.py",
     "tests/core/test_engine_faults.py",
 ]
 

@@ -1,4 +1,4 @@
-"""Runs an engine to the end, and watches the logits that it samples from."""
+"""Runs an engine to completion and records the logits it samples from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def greedy(max_tokens: int, **settings: Any) -> SamplingParams:
 
 
 def shuffle_free_blocks(engine: LLMEngine, seed: int = 0) -> None:
-    """A fresh pool hands out 0, 1, 2, ...; a code that confused logical and physical blocks would pass with that."""
+    """Shuffles the free blocks, so that logical and physical block ids differ."""
     manager = engine.block_manager
     blocks = manager.allocate_blocks(manager.num_blocks)
     random.Random(seed).shuffle(blocks)
@@ -28,16 +28,16 @@ def shuffle_free_blocks(engine: LLMEngine, seed: int = 0) -> None:
 
 
 def poison_unused(engine: LLMEngine) -> None:
-    """NaN into every block that no sequence holds and that caches nothing, the padding block included."""
+    """Fills every free block that is not cached with NaN, the padding block included."""
     pool = engine.model_runner.kv_cache
     free = [owner.block_id for owner in engine.block_manager.owners() if owner.state == "free"]
     pool.poison([*free, pool.padding_block_id])
 
 
 class WatchedRun:
-    """Drives an engine and keeps, for each request, its tokens and the logits of each.
+    """Runs an engine and records tokens and logits per request.
 
-    Before every step all blocks that are not in use are poisoned. Blocks in use still hold NaN beyond what was written.
+    Poisons all unused blocks before every step. Blocks in use contain NaN beyond the written tokens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -71,7 +71,7 @@ class WatchedRun:
                 self.finish_reasons[output.request_id] = str(output.finish_reason)
 
     def run(self) -> None:
-        """From the start, on a pool full of NaN."""
+        """Runs all requests on a pool full of NaN."""
         self.engine.model_runner.kv_cache.poison()
         self.run_on()
 

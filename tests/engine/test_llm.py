@@ -1,4 +1,4 @@
-"""LLM: prompts in, results out, on a tiny random model with a byte-level tokenizer (so half characters abound)."""
+"""LLM on a tiny random model with a byte-level tokenizer, whose tokens often split characters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shared(folder: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """The shared one, which every test leaves empty."""
+    """Returns the shared LLM; checks after each test that it is idle."""
     yield shared
     assert not shared.engine.has_unfinished_requests()
     stats = shared.engine.stats()
@@ -73,7 +73,7 @@ def generate(llm: LLM, prompts: Any, params: Any = None, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, shared: LLM) -> list[list[int]]:
-    """What transformers generates, one prompt at a time."""
+    """Returns the tokens that transformers generates, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in PROMPTS:
@@ -85,10 +85,10 @@ def expected(folder: Path, shared: LLM) -> list[list[int]]:
     return found
 
 
-# -- what comes out ------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------
 
 
-def test_greedy_text_is_that_of_transformers_at_every_cut_point(llm: LLM, expected: list[list[int]]) -> None:
+def test_greedy_text_equals_transformers_at_every_length(llm: LLM, expected: list[list[int]]) -> None:
     for cut in range(1, 25):
         for result, token_ids in zip(generate(llm, PROMPTS, greedy(cut)), expected, strict=True):
             assert result.token_ids == token_ids[:cut]
@@ -97,7 +97,7 @@ def test_greedy_text_is_that_of_transformers_at_every_cut_point(llm: LLM, expect
             assert result.finish_reason == (FinishReason.STOP if ended else FinishReason.LENGTH)
 
 
-def test_results_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) -> None:
+def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     params = [greedy(24 - place, ignore_eos=True) for place in range(len(PROMPTS))]
     results = generate(llm, PROMPTS, params)
     assert [result.prompt for result in results] == PROMPTS
@@ -105,7 +105,7 @@ def test_results_come_in_the_order_of_the_prompts_whatever_ends_first(llm: LLM) 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_every_form_of_prompts(llm: LLM, count: int) -> None:
+def test_prompts_are_strings_or_token_ids(llm: LLM, count: int) -> None:
     token_ids = [5, 6, 7]
     prompts = ["ab", token_ids, "cd"][:count]
     results = generate(llm, prompts, greedy(2))
@@ -117,7 +117,7 @@ def test_every_form_of_prompts(llm: LLM, count: int) -> None:
     assert generate(llm, token_ids, greedy(2))[0].prompt is None
 
 
-def test_a_chat_goes_through_the_models_template(llm: LLM) -> None:
+def test_chat_applies_the_chat_template(llm: LLM) -> None:
     talk = [{"role": "user", "content": "Hi"}]
     for messages in (talk, [talk]):
         (result,) = llm.chat(messages, greedy(3), use_tqdm=False)
@@ -126,7 +126,7 @@ def test_a_chat_goes_through_the_models_template(llm: LLM) -> None:
     assert len(llm.chat([talk, talk], greedy(2), use_tqdm=False)) == 2
 
 
-def test_n_samples_are_those_of_the_seeds_one_by_one(llm: LLM) -> None:
+def test_sample_k_equals_a_request_with_seed_plus_k(llm: LLM) -> None:
     (result,) = generate(llm, "The", SamplingParams(n=4, seed=9, max_tokens=8))
     singles = [generate(llm, "The", SamplingParams(seed=9 + k, max_tokens=8))[0] for k in range(4)]
     assert [sample.index for sample in result.outputs] == [0, 1, 2, 3]
@@ -134,7 +134,7 @@ def test_n_samples_are_those_of_the_seeds_one_by_one(llm: LLM) -> None:
     assert len({sample.text for sample in result.outputs}) > 1
 
 
-def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
+def test_logprobs_match_the_generated_tokens(llm: LLM) -> None:
     (result,) = generate(llm, "The", greedy(6, logprobs=2, ignore_eos=True))
     assert result.logprobs is not None
     assert [entry.token_id for entry in result.logprobs] == result.token_ids
@@ -152,18 +152,18 @@ def test_structured_output_follows_its_grammar(llm: LLM) -> None:
 # -- stopping ------------------------------------------------------------------------------------
 
 
-def test_a_stop_string_ends_the_text_before_it_and_frees_the_blocks(llm: LLM) -> None:
-    whole = generate(llm, PROMPTS, greedy(24, ignore_eos=True))
-    stops = [result.text[4:7] for result in whole]
+def test_stop_string_ends_the_text_and_frees_the_blocks(llm: LLM) -> None:
+    unstopped = generate(llm, PROMPTS, greedy(24, ignore_eos=True))
+    stops = [result.text[4:7] for result in unstopped]
     params = [greedy(24, ignore_eos=True, stop=(stop,)) for stop in stops]
-    for result, plain, stop in zip(generate(llm, PROMPTS, params), whole, stops, strict=True):
+    for result, plain, stop in zip(generate(llm, PROMPTS, params), unstopped, stops, strict=True):
         assert result.text == plain.text[: plain.text.index(stop)]
         assert result.finish_reason is FinishReason.STOP
         assert result.outputs[0].stop_reason == stop
         assert result.outputs[0].num_tokens <= 24
 
 
-def test_one_sample_of_several_can_stop_while_the_others_go_on(llm: LLM) -> None:
+def test_stop_string_ends_only_the_sample_that_contains_it(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=16, ignore_eos=True)
     plain = generate(llm, "The", params)[0].outputs
     stop = plain[1].text[2:5]
@@ -221,8 +221,24 @@ def test_streamed_deltas_join_to_the_text_of_generate(llm: LLM) -> None:
             "response_format",
         ),
     ],
+    ids=[
+        "empty text",
+        "no token ids",
+        "no prompts",
+        "token id too large",
+        "token id negative",
+        "token id of wrong type",
+        "prompt of wrong type",
+        "prompts of wrong type",
+        "lone surrogate",
+        "too few sampling params",
+        "sampling params of wrong type",
+        "logit_bias id too large",
+        "stop token id too large",
+        "invalid schema",
+    ],
 )
-def test_one_bad_prompt_is_refused_by_field_and_leaves_nothing_of_the_others(
+def test_bad_prompt_rejects_the_call_by_field_and_leaves_no_request(
     llm: LLM, prompts: Any, params: Any, field: str | None
 ) -> None:
     if field is None:
@@ -234,25 +250,25 @@ def test_one_bad_prompt_is_refused_by_field_and_leaves_nothing_of_the_others(
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_a_prompt_that_can_never_fit_is_refused(llm: LLM) -> None:
+def test_prompt_that_never_fits_is_rejected(llm: LLM) -> None:
     with pytest.raises(NeverFitsError):
         generate(llm, ["ok", [5] * 600], greedy())
 
 
-def test_bad_messages_are_refused_by_field(llm: LLM) -> None:
+def test_bad_messages_are_rejected_by_field(llm: LLM) -> None:
     for messages in ([], "hi", [{"role": "user", "content": 5}], [[{"role": "user"}], 5]):
         with pytest.raises(InvalidRequestError) as caught:
             llm.chat(messages, greedy(), use_tqdm=False)  # type: ignore[arg-type]
         assert caught.value.param == "messages"
 
 
-def test_a_wrong_setting_is_refused_by_name(folder: Path) -> None:
+def test_unknown_setting_is_rejected_by_name(folder: Path) -> None:
     with pytest.raises(ValidationError, match="blok_size"):
         LLM(str(folder), blok_size=8)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("in the caller's own code")])
-def test_what_interrupts_a_call_takes_everything_of_it_out(
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("in the caller's own code")], ids=repr)
+def test_interrupted_call_aborts_all_of_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     push, calls = OutputText.push, iter(range(100))
@@ -270,7 +286,7 @@ def test_what_interrupts_a_call_takes_everything_of_it_out(
     assert len(generate(llm, PROMPTS, greedy(2))) == len(PROMPTS)
 
 
-def test_a_row_that_fails_ends_alone_with_its_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_row_ends_only_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = llm.engine.model_runner.sampler
     sample = sampler.sample
 
@@ -289,12 +305,12 @@ def test_a_row_that_fails_ends_alone_with_its_error(llm: LLM, monkeypatch: pytes
     assert len(failed.token_ids) == 3
 
 
-def test_a_limited_queue_is_fed_as_it_empties(folder: Path) -> None:
+def test_more_prompts_than_max_waiting_requests_all_complete(folder: Path) -> None:
     small = LLM(str(folder), dtype="float32", device="cpu", num_blocks=64, max_waiting_requests=2, max_num_seqs=2)
     assert len(generate(small, PROMPTS, greedy(3))) == len(PROMPTS)
 
 
-def test_a_failed_forward_pass_raises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_forward_pass_raises_engine_dead_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doomed = LLM(str(folder), dtype="float32", device="cpu", num_blocks=64)
 
     def fails(step: Any) -> Any:
@@ -309,9 +325,7 @@ def test_a_failed_forward_pass_raises(folder: Path, monkeypatch: pytest.MonkeyPa
 # -- progress ------------------------------------------------------------------------------------
 
 
-def test_progress_is_shown_with_tokens_a_second_and_not_when_quiet(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_shows_tokens_per_second_unless_disabled(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["a", "b"], greedy(3))
     shown = capsys.readouterr().err
     assert "2/2" in shown
@@ -323,7 +337,7 @@ def test_progress_is_shown_with_tokens_a_second_and_not_when_quiet(
 # -- the default model ---------------------------------------------------------------------------
 
 
-def test_the_default_model_knows_the_capital_of_france() -> None:
+def test_default_model_answers_the_capital_of_france() -> None:
     llm = LLM(device="cpu", num_blocks=16)
     (result,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}], greedy(16), use_tqdm=False)
     assert result.text == "The capital of France is Paris."

@@ -17,8 +17,8 @@ from tests.engine.running import greedy
 
 NEW_TOKENS = 48
 
-# Length and first token of each prompt in the text of the licence: places from which the model goes on without a choice
-# so close that rounding could turn it. Short and long take turns, so that a batch has both.
+# Length and start of each prompt in the tokens of the licence, chosen so that rounding cannot change a greedy token.
+# Short and long prompts alternate, so that a batch has both.
 PROMPTS = (
     *((1, 1326), (159, 203), (2, 617), (197, 1999), (3, 1617), (243, 452), (4, 197), (301, 1191)),
     *((5, 296), (371, 1140), (6, 2194), (459, 1758), (7, 385), (567, 272), (8, 1716), (700, 593)),
@@ -38,8 +38,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[list[int]]) -> list[list[int]]:
-    """What `generate` gives, one prompt at a time. Each of its choices must be clearer than rounding, or the comparison
-    would be one of noise."""
+    """Returns the tokens of `generate`, one prompt at a time; checks that each greedy choice is beyond rounding."""
     location = locate(DEFAULT_MODEL)
     model = AutoModelForCausalLM.from_pretrained(
         location.path,
@@ -71,7 +70,7 @@ def runner() -> ModelRunner:
 
 
 def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:
-    """An engine of its own on the model that is loaded once, with the first blocks of a pool full of NaN."""
+    """Returns a new engine on the shared model, with the first `num_blocks` blocks of a pool full of NaN."""
     config = EngineConfig(dtype="float32", device="cpu", num_blocks=num_blocks, validate_blocks=True, watermark=0.0)
     runner.kv_cache.poison()
     runner.num_blocks = num_blocks
@@ -87,7 +86,7 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_all_requests_at_once_give_the_tokens_of_generate(
+def test_concurrent_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=1000)
@@ -97,7 +96,7 @@ def test_all_requests_at_once_give_the_tokens_of_generate(
     assert engine.stats().preemptions_total == 0
 
 
-def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_of_generate(
+def test_preempted_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=90)
@@ -109,7 +108,7 @@ def test_a_pool_so_small_that_requests_wait_and_are_preempted_gives_the_tokens_o
     assert engine.block_manager.get_num_free_blocks() == 90
 
 
-def test_one_request_at_a_time_gives_the_tokens_of_generate(
+def test_sequential_requests_give_the_tokens_of_transformers(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     engine = engine_on(runner, num_blocks=60)

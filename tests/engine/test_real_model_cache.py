@@ -1,4 +1,4 @@
-"""The default model in float32: neither cached prefixes, nor chunks, nor preemption change a token."""
+"""The default model in float32: prefix cache, chunked prefill and preemption change no token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Some share 33 tokens, two whole blocks of 16 and one token; two are equal."""
+    """Returns prompts of which some share 33 tokens (two full blocks of 16 and one token); two are equal."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
     token_ids = load_tokenizer(EngineConfig()).encode(text)
     common = token_ids[1326:1359]
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 
 def run(runner: ModelRunner, prompts: list[list[int]], **settings: Any) -> tuple[dict[str, list[int]], LLMEngine]:
-    """Before each step every block that nobody holds is NaN, and so is the rest of a block partly written."""
+    """Runs the prompts on a pool full of NaN, with the unused blocks poisoned again before each step."""
     config = EngineConfig(
         **{"dtype": "float32", "device": "cpu", "validate_blocks": True, "watermark": 0.0, **settings}
     )
@@ -56,26 +56,26 @@ def run(runner: ModelRunner, prompts: list[list[int]], **settings: Any) -> tuple
 
 @pytest.fixture(scope="module")
 def expected(runner: ModelRunner, prompts: list[list[int]]) -> dict[str, list[int]]:
-    """Each by itself, its prompt in one piece, nothing cached."""
+    """Returns the tokens of each prompt alone, prefilled in one chunk without prefix cache."""
     alone = [run(runner, [prompt], enable_prefix_caching=False)[0]["0"] for prompt in prompts]
     return {str(index): tokens for index, tokens in enumerate(alone)}
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
-def test_chunks_and_cached_prefixes_change_no_token(
+def test_chunked_prefill_and_prefix_cache_change_no_token(
     runner: ModelRunner, prompts: list[list[int]], expected: dict[str, list[int]], chunk: int, caching: bool
 ) -> None:
     tokens, engine = run(runner, prompts, enable_prefix_caching=caching, max_num_batched_tokens=chunk)
     assert tokens == expected
     again, _ = run(runner, prompts, enable_prefix_caching=caching, long_prefill_token_threshold=chunk)
     assert again == expected
-    # At one token a step they run one after the other, so all but the first find what they share.
+    # At one token per step the prompts run one after another, so all but the first hit the shared prefix.
     if chunk == 1:
         assert (engine.stats().prefix_cache_hit_tokens_total >= 3 * 32) is caching
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 def test_preemption_changes_no_token(
     runner: ModelRunner, prompts: list[list[int]], expected: dict[str, list[int]], caching: bool
 ) -> None:

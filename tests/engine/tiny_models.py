@@ -1,4 +1,4 @@
-"""Tiny random models of every kind that is served, saved as folders, and what transformers itself makes of them."""
+"""Tiny random models of every supported architecture, and their reference logits from transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformers import (
 
 VOCAB_SIZE = 97
 
-# Weights ten times larger than usual: attention must matter to the logits, or a fault in it would not show.
+# Weights ten times larger than usual, so that attention has a visible effect on the logits.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -77,10 +77,10 @@ TINY: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def save_tiny(config: PreTrainedConfig, folder: Path, **generation: Any) -> Path:
-    """Saves a model with random weights; the same ones for the same config."""
+    """Saves a model with random weights, deterministic per config."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    # The end of a text would stop the comparison early; tests that want one set it.
+    # EOS would end a comparison early, so only tests that ask for it have one.
     model.generation_config.eos_token_id = generation.pop("eos_token_id", None)
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
@@ -89,12 +89,12 @@ def save_tiny(config: PreTrainedConfig, folder: Path, **generation: Any) -> Path
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same weights with transformers' plainest attention, which knows no pages."""
+    """Loads the same weights with the eager attention of transformers."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """(tokens, vocabulary) of one text in one forward pass, float32."""
+    """Returns float32 logits (tokens, vocabulary) of one forward pass."""
     return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()

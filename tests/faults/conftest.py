@@ -1,4 +1,4 @@
-"""An application of its own beside the real one, to be broken: real ingress and metrics, an engine without a model."""
+"""A second application for fault injection: real ingress and metrics, and an engine without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.processes import wait_until
 
 @dataclass(frozen=True)
 class Broken:
-    """The application to break, reached at `base_url` and by handles."""
+    """The application under fault injection, at `base_url` and by handle."""
 
     app: str
     base_url: str

@@ -1,6 +1,6 @@
-"""An engine without a model that does what its prompts say: for faults that a real one cannot be asked for.
+"""An engine without a model that fails or hangs when a prompt contains a special token.
 
-The replicas import this module, as they import the real engine.
+Replicas import this module as they import the real engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from minivllm.core.outputs import SampleResult
 from tests.core.fakes import FakeModel, FakeRunner
 
 VOCABULARY = 49152
-"""Of the default model, whose tokenizer the ingress uses."""
+"""Vocabulary size of the default model, whose tokenizer the ingress uses."""
 FAIL = 40_001
-"""This token in a prompt makes the forward pass raise; the next one makes it hang."""
+"""Makes the forward pass of a prompt with this token raise; `HANG` makes it hang."""
 HANG = 40_002
 STEP_S = 0.02
 

@@ -1,4 +1,4 @@
-"""The ingress's own port (`http_port`): answers as through Serve's proxy, and what becomes of it in trouble."""
+"""The ingress's own port (`http_port`): answers like Serve's proxy, and survives a killed ingress."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ def is_up(url: str) -> bool:
 def ask(url: str) -> tuple[str, str]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         fields = {"model": "broken", "prompt": "Hello", "max_tokens": 8, "extra_body": {"ignore_eos": True}}
-        whole = client.completions.create(**fields)  # type: ignore[call-overload]
+        complete = client.completions.create(**fields)  # type: ignore[call-overload]
         stream = client.completions.create(stream=True, **fields)  # type: ignore[call-overload]
-        return whole.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
+        return complete.choices[0].text, "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_both_ports_give_the_same_answers_and_the_own_one_survives_its_process(ports: Ports) -> None:
+def test_own_port_answers_like_the_proxy_and_survives_a_killed_ingress(ports: Ports) -> None:
     wait_until(lambda: is_up(ports.own), "the engine is ready")
-    whole, streamed = ask(ports.proxy)
-    assert whole == streamed != ""
-    assert ask(ports.own) == (whole, streamed)
+    complete, streamed = ask(ports.proxy)
+    assert complete == streamed != ""
+    assert ask(ports.own) == (complete, streamed)
     reply = httpx.get(f"{ports.own}/v1/models", headers={"X-Request-Id": "mine"}, timeout=60)
     assert reply.headers.get_list("x-request-id") == ["mine"]
 
     kill(replica_pid(APP, "Ingress"))
-    wait_until(lambda: not is_up(ports.own), "the process is gone", 10)
-    wait_until(lambda: is_up(ports.own), "another one has the port")
-    assert ask(ports.own) == (whole, streamed)
+    wait_until(lambda: not is_up(ports.own), "the killed ingress is gone", 10)
+    wait_until(lambda: is_up(ports.own), "the new ingress listens on the port")
+    assert ask(ports.own) == (complete, streamed)
 
 
-def test_streams_that_still_run_when_the_application_ends_are_told(ports: Ports) -> None:
+def test_deleted_application_ends_running_streams_with_an_error(ports: Ports) -> None:
     wait_until(lambda: is_up(ports.own), "the engine is ready")
 
     async def delete_meanwhile() -> str:

@@ -1,4 +1,4 @@
-"""What happens when a process of the application dies, hangs or fails: all that waits is told, and service resumes."""
+"""Killed, hung and failed processes: open requests end with an error, and service resumes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ async def read_stream(
         return text
 
 
-async def streams_through(broken: Broken, disaster: Any) -> list[str | BaseException]:
-    """Starts streams, lets the disaster happen once all have begun, and returns what came of each."""
+async def streams_through(broken: Broken, fault: Any) -> list[str | BaseException]:
+    """Starts streams, runs `fault` once all have begun, and returns the text or exception of each."""
     started = asyncio.Semaphore(0)
     async with httpx.AsyncClient(timeout=60) as client:
         tasks = [asyncio.create_task(read_stream(client, broken, started)) for _ in range(STREAMS)]
         for _ in tasks:
             await started.acquire()
-        await asyncio.to_thread(disaster)
+        await asyncio.to_thread(fault)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -69,7 +69,7 @@ def assert_serves(broken: Broken) -> None:
     wait_for_no_load(broken.app, broken.base_url)
 
 
-def test_a_killed_engine_ends_its_streams_and_is_replaced(broken: Broken) -> None:
+def test_killed_engine_ends_its_streams_and_is_replaced(broken: Broken) -> None:
     old = broken.info().engine_id
     results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Engine"))))
     assert_ended_with_an_error(results)
@@ -77,7 +77,7 @@ def test_a_killed_engine_ends_its_streams_and_is_replaced(broken: Broken) -> Non
     assert_serves(broken)
 
 
-def test_a_killed_engine_fails_handle_calls_with_our_error(broken: Broken) -> None:
+def test_killed_engine_fails_handle_calls_with_engine_dead_error(broken: Broken) -> None:
     old = broken.info().engine_id
     stream = Client(broken.app).generate_stream("Hello", max_tokens=2000, ignore_eos=True)
     next(stream)
@@ -88,7 +88,7 @@ def test_a_killed_engine_fails_handle_calls_with_our_error(broken: Broken) -> No
     assert_serves(broken)
 
 
-def test_a_failed_forward_pass_fails_all_at_once_and_the_replica_is_replaced(broken: Broken) -> None:
+def test_failed_forward_pass_ends_all_streams_and_the_replica_is_replaced(broken: Broken) -> None:
     old = broken.info().engine_id
 
     def fail() -> None:
@@ -102,7 +102,7 @@ def test_a_failed_forward_pass_fails_all_at_once_and_the_replica_is_replaced(bro
     assert_serves(broken)
 
 
-def test_a_dead_engine_is_unhealthy_and_refuses_at_once(broken: Broken) -> None:
+def test_dead_engine_is_unhealthy_and_rejects_requests(broken: Broken) -> None:
     old = broken.info().engine_id
     httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, [1, FAIL]), timeout=60)
     assert httpx.get(f"{broken.base_url}/health", timeout=60).status_code == 503
@@ -112,7 +112,7 @@ def test_a_dead_engine_is_unhealthy_and_refuses_at_once(broken: Broken) -> None:
     assert_serves(broken)
 
 
-def test_a_hanging_forward_pass_is_noticed_and_the_replica_replaced(broken: Broken) -> None:
+def test_hung_forward_pass_ends_all_streams_and_the_replica_is_replaced(broken: Broken) -> None:
     old = broken.info().engine_id
 
     def hang() -> None:
@@ -124,13 +124,13 @@ def test_a_hanging_forward_pass_is_noticed_and_the_replica_replaced(broken: Brok
     assert_serves(broken)
 
 
-def test_the_first_client_may_leave_without_harming_the_others(broken: Broken) -> None:
-    """Its request opened the connection between ingress and engine, which all share."""
+def test_shared_connection_survives_the_abort_of_its_first_request(broken: Broken) -> None:
+    """The first request opens the connection between ingress and engine that all requests share."""
     old = broken.info().engine_id
     kill(replica_pid(broken.app, "Engine"))
     broken.wait_for_another_engine(old)
 
-    async def leave_first() -> str:
+    async def disconnect_first() -> str:
         started = asyncio.Semaphore(0)
         async with httpx.AsyncClient(timeout=60) as client:
             first = asyncio.create_task(read_stream(client, broken, started))
@@ -140,16 +140,16 @@ def test_the_first_client_may_leave_without_harming_the_others(broken: Broken) -
             first.cancel()
             return await other
 
-    text = asyncio.run(leave_first())
+    text = asyncio.run(disconnect_first())
     assert '"error"' not in text
     assert text.rstrip().endswith("data: [DONE]")
     assert_serves(broken)
 
 
-def test_many_clients_that_leave_at_once_are_all_let_go(broken: Broken) -> None:
+def test_many_closed_connections_free_all_blocks(broken: Broken) -> None:
     aborted = broken.stats().stats.finished.get("abort", 0)
 
-    async def leave_all() -> None:
+    async def disconnect_all() -> None:
         started = asyncio.Semaphore(0)
         limits = httpx.Limits(max_connections=100)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
@@ -161,21 +161,21 @@ def test_many_clients_that_leave_at_once_are_all_let_go(broken: Broken) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     for _ in range(5):
-        asyncio.run(leave_all())
-        wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 5)
+        asyncio.run(disconnect_all())
+        wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has freed all blocks", 5)
     assert broken.stats().stats.finished["abort"] == aborted + 300
 
 
-def test_a_killed_ingress_leaves_nothing_running_in_the_engine(broken: Broken) -> None:
+def test_killed_ingress_aborts_its_requests_in_the_engine(broken: Broken) -> None:
     aborted = broken.stats().stats.finished.get("abort", 0)
     results = asyncio.run(streams_through(broken, lambda: kill(replica_pid(broken.app, "Ingress"))))
     assert len(results) == STREAMS
-    wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has let go", 10)
+    wait_until(lambda: broken.stats().stats.num_used_blocks == 0, "the engine has freed all blocks", 10)
     assert broken.stats().stats.finished["abort"] == aborted + STREAMS
     assert_serves(broken)
 
 
-def test_killed_metrics_lose_no_totals(broken: Broken) -> None:
+def test_restarted_metrics_actor_keeps_all_totals(broken: Broken) -> None:
     counted_before = broken.stats().stats.rejections.get("never_fits", 0)
     for _ in range(3):
         httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=30), timeout=60)
@@ -186,9 +186,9 @@ def test_killed_metrics_lose_no_totals(broken: Broken) -> None:
         stats: EngineStats = broken.metrics().current.remote().result(timeout_s=30).stats
         return stats
 
-    # The ingress refuses the long prompt itself, and has it counted in passing.
+    # The ingress rejects the long prompt itself and reports it to the engine without waiting.
     counted = counted_before + 1
-    wait_until(lambda: stats_in_metrics().rejections.get("never_fits") == counted, "the refusal is counted")
+    wait_until(lambda: stats_in_metrics().rejections.get("never_fits") == counted, "the rejection is counted")
     before = stats_in_metrics()
     assert before.generated_tokens_total >= 90
     old = replica_pid(broken.app, "Metrics")
@@ -202,12 +202,12 @@ def test_killed_metrics_lose_no_totals(broken: Broken) -> None:
             return False
         return current is not None and current.time > started and replica_pid(broken.app, "Metrics") != old
 
-    wait_until(is_back, "the new metrics actor knows the engine")
+    wait_until(is_back, "the new metrics actor has a snapshot")
     assert stats_in_metrics() == before
     assert_serves(broken)
 
 
-def test_the_engine_does_not_wait_for_dead_metrics(broken: Broken) -> None:
+def test_engine_serves_without_the_metrics_actor(broken: Broken) -> None:
     kill(replica_pid(broken.app, "Metrics"))
     before = broken.stats().stats.steps_total
     reply = httpx.post(f"{broken.base_url}/v1/completions", json=body(broken, max_tokens=50), timeout=60)
@@ -216,7 +216,7 @@ def test_the_engine_does_not_wait_for_dead_metrics(broken: Broken) -> None:
     assert_serves(broken)
 
 
-def test_changed_settings_reach_the_engine_and_restart_nothing(broken: Broken) -> None:
+def test_reconfigure_applies_without_restarting_the_engine(broken: Broken) -> None:
     old = broken.info().engine_id
     engine = broken.engine()
     engine.reconfigure.remote({"max_waiting_requests": 1}).result(timeout_s=30)
@@ -234,13 +234,13 @@ def test_changed_settings_reach_the_engine_and_restart_nothing(broken: Broken) -
     codes = asyncio.run(flood())
     assert set(codes) == {200, 429}
     engine.reconfigure.remote({"max_waiting_requests": 2048}).result(timeout_s=30)
-    # What is raised here, Serve takes for a broken engine: it stops it, and each that follows.
+    # reconfigure() ignores unknown settings: if it raised, Serve would stop the engine and every replacement.
     engine.reconfigure.remote({"consumer_timeout_sec": 5}).result(timeout_s=30)
     assert broken.info().engine_id == old
     assert_serves(broken)
 
 
-def test_a_model_that_cannot_be_loaded_is_named(ray_cluster: RayCluster) -> None:
+def test_model_load_error_appears_in_the_serve_status(ray_cluster: RayCluster) -> None:
     with pytest.raises(RuntimeError):
         serve.run(bind_app(AppArgs(), fail_to_build), name="nowhere", route_prefix="/nowhere")
     message = serve.status().applications["nowhere"].deployments["Engine"].message

@@ -1,4 +1,4 @@
-"""`serve run serve_config.yaml` as a user types it, with a mistake in it."""
+"""`serve run` on a configuration file with a mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import free_port
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_serve_run_says_which_argument_is_wrong_and_why(tmp_path: Path) -> None:
+def test_serve_run_prints_the_unknown_argument_and_a_suggestion(tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config["http_options"]["port"] = free_port()
     config["applications"][0]["args"] = {"blok_size": 32}
@@ -28,7 +28,7 @@ def test_serve_run_says_which_argument_is_wrong_and_why(tmp_path: Path) -> None:
 
 
 def run_until(config: Path, words: str, seconds: float = 120.0) -> str:
-    """Runs the command until it has printed `words`, interrupts it, and returns all that it printed."""
+    """Runs the command until it prints `words`, interrupts it, and returns its complete output."""
     with tempfile.TemporaryDirectory(prefix="mv-") as folder:  # a short path: Ray puts sockets there
         process = subprocess.Popen(
             [Path(sys.executable).parent / "serve", "run", str(config)],

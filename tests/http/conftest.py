@@ -1,4 +1,4 @@
-"""Servers that many tests share. Each test leaves them idle."""
+"""Servers shared by the tests. Each test leaves them idle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A real engine on a tiny random model: real sampling, real grammars, odd text."""
+    """Starts a real engine on a tiny random model, with real sampling and grammars."""
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer)
     args = AppArgs(
         model=str(folder),
@@ -53,7 +53,7 @@ def runner(tokenizer: Tokenizer) -> ScriptedRunner:
 
 @pytest.fixture(scope="session")
 def scripted(tokenizer: Tokenizer, runner: ScriptedRunner) -> Iterator[LocalServer]:
-    """An engine whose model writes what `runner.replies` says."""
+    """Starts an engine whose model answers from `runner.replies`."""
     args = AppArgs(served_model_name="scripted", validate_blocks=True, max_model_len=1024)
     with LocalServer(args, tokenizer, lambda: LLMEngine(args.engine_config(), model_runner=runner)) as server:
         yield server

@@ -26,11 +26,11 @@ from minivllm.core.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 SAVED_VOCABULARY = 49152
-"""Of the packaged model's tokenizer, which all servers here use."""
+"""Vocabulary size of the packaged model's tokenizer, which all servers here use."""
 
 
 def save_tiny_model(folder: Path, tokenizer: Tokenizer) -> Path:
-    """A random Llama of two small layers with the packaged model's tokenizer and chat template."""
+    """Saves a random two-layer Llama with the tokenizer and chat template of the packaged model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,14 +53,14 @@ def save_tiny_model(folder: Path, tokenizer: Tokenizer) -> Path:
 
 
 class ScriptedRunner:
-    """Writes what it is told to: `replies` maps a piece of the prompt to the answer; EOS follows.
+    """Answers from a script: `replies` maps a substring of the prompt to the answer, which ends with EOS.
 
-    The logits that it pretends to have give every token it writes the probability `CERTAINTY`.
+    Reports the probability `CERTAINTY` for every token it generates.
 
     Args:
-        tokenizer: of the texts.
-        replies: the first piece that is in the prompt counts; without one the answer is `default`, without an end.
-        step_s: how long a step takes.
+        tokenizer: encodes the replies.
+        replies: the first substring found in the prompt wins; without a match `default` repeats without end.
+        step_s: duration of a step in seconds.
     """
 
     CERTAINTY = 0.75
@@ -86,7 +86,7 @@ class ScriptedRunner:
         self.live: set[str] = set()
         self.fail_next_step: Exception | None = None
         self.fail_samples: dict[str, Exception] = {}
-        """A piece of a prompt -> what goes wrong with its sampling after the third token, once `may_fail` is set."""
+        """Maps a substring of the prompt to the sampling error after the third token, once `may_fail` is set."""
         self.may_fail = threading.Event()
         self.may_fail.set()
         self._scripts: dict[str, list[int]] = {}
@@ -141,7 +141,7 @@ class ScriptedRunner:
 
 
 class LocalEngine:
-    """An EngineLoop as the service sees an engine."""
+    """Adapts an EngineLoop to the engine interface of the service."""
 
     def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
         self.loop = loop
@@ -185,12 +185,12 @@ async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
 
 
 class LocalServer:
-    """The application behind a socket, in a thread with an event loop of its own.
+    """Serves the application on a socket, in a thread with its own event loop.
 
     Args:
-        args: of the application.
-        tokenizer: of the model.
-        build: makes the engine, or None for a service whose engine is still loading.
+        args: application arguments.
+        tokenizer: tokenizer of the model.
+        build: builds the engine; None for a service whose engine never finishes loading.
     """
 
     def __init__(self, args: AppArgs, tokenizer: Tokenizer, build: Callable[[], LLMEngine] | None) -> None:
@@ -228,7 +228,7 @@ class LocalServer:
         return self.call(self.engine.stats())
 
     def until_idle(self, seconds: float = 5.0) -> None:
-        """Waits until nothing runs, waits or holds a block."""
+        """Waits until no request runs or waits and no block is used."""
         end = time.monotonic() + seconds
         while True:
             stats = self.snapshot().stats
@@ -267,10 +267,10 @@ class LocalServer:
 
 
 class _NeverReady:
-    """An engine that is loading for ever."""
+    """An engine that never finishes loading."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        raise AssertionError("nothing may be submitted to an engine that is not ready")
+        raise AssertionError("submitted a request before the engine is ready")
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
 
@@ -279,7 +279,7 @@ class _NeverReady:
         raise AssertionError
 
     async def stats(self) -> EngineSnapshot:
-        raise AssertionError("nobody may ask an engine that is not ready")
+        raise AssertionError("asked for stats before the engine is ready")
 
     def count_never_fits(self) -> None:
-        raise AssertionError("nothing is checked before the engine is ready")
+        raise AssertionError("counted a rejection before the engine is ready")

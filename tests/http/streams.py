@@ -1,4 +1,4 @@
-"""Reading server-sent events in tests."""
+"""Reads server-sent events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 
 @dataclass
 class Stream:
-    """A stream that was read to its end. `error` is the event that told of one."""
+    """A stream read to its end; `error` is the body of its error event."""
 
     status: int
     headers: httpx.Headers
@@ -24,7 +24,7 @@ class Stream:
 def read_stream(
     client: httpx.Client, path: str, body: dict[str, Any], on_chunk: Callable[[], None] = lambda: None
 ) -> Stream:
-    """Checks that [DONE] comes once and last, whatever came before."""
+    """Reads a stream to its end; checks that [DONE] comes once and last."""
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         stream = Stream(answer.status_code, answer.headers)
         if answer.status_code != 200:
@@ -35,14 +35,14 @@ def read_stream(
             if not line:
                 continue
             assert line.startswith("data: "), line
-            assert not is_done, "something came after [DONE]"
+            assert not is_done, "an event follows [DONE]"
             data = line.removeprefix("data: ")
             if data == "[DONE]":
                 is_done = True
             elif "error" in (chunk := json.loads(data)):
                 stream.error = chunk["error"]
             else:
-                assert stream.error is None, "a chunk came after an error"
+                assert stream.error is None, "a chunk follows an error event"
                 stream.chunks.append(chunk)
                 on_chunk()
         assert is_done
@@ -50,7 +50,7 @@ def read_stream(
 
 
 def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream that works."""
+    """Returns the chunks of a stream without errors."""
     stream = read_stream(client, path, body)
     assert stream.status == 200, stream.body
     assert stream.error is None
@@ -58,6 +58,6 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
 
 
 def joined_text(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    """The text of one choice."""
+    """Returns the joined text of one choice."""
     own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return "".join((choice["text"] if "text" in choice else choice["delta"].get("content")) or "" for choice in own)

@@ -1,4 +1,4 @@
-"""Who gets in, and everything that is not generation: models, health, metrics, documentation, unknown paths."""
+"""API keys, CORS, request ids, and the routes besides generation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def error(answer: httpx.Response) -> responses.ErrorDetail:
     return responses.ErrorResponse.model_validate(answer.json()).error
 
 
-# ---- keys ----
+# ---- API keys ----
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def error(answer: httpx.Response) -> responses.ErrorDetail:
         {"authorization": "first-key"},
         {"authorization": "Basic first-key"},
     ],
-    ids=range(7),
+    ids=["no header", "no key", "wrong key", "key with suffix", "prefix of a key", "no scheme", "wrong scheme"],
 )
-def test_without_a_key_nothing_but_health_is_open(door: httpx.Client, headers: dict[str, str]) -> None:
+def test_requests_without_a_valid_key_reach_only_health(door: httpx.Client, headers: dict[str, str]) -> None:
     for path in ("/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/nope", "/health/", "//health"):
         answer = door.get(path, headers=headers)
         assert answer.status_code == 401, path
@@ -84,16 +84,16 @@ def test_without_a_key_nothing_but_health_is_open(door: httpx.Client, headers: d
 
 
 @pytest.mark.parametrize("given", KEYS)
-def test_any_of_the_keys_lets_in(door: httpx.Client, given: str) -> None:
+def test_every_configured_key_is_accepted(door: httpx.Client, given: str) -> None:
     for headers in (key(given), {"authorization": f"bearer {given}"}):
         assert door.get("/v1/models", headers=headers).status_code == 200
         assert door.post("/v1/completions", json={"prompt": "REPLY-SHORT"}, headers=headers).status_code == 200
 
 
-# ---- other web pages ----
+# ---- CORS ----
 
 
-def test_only_named_origins_may_call(door: httpx.Client, client: httpx.Client) -> None:
+def test_cors_allows_only_configured_origins(door: httpx.Client, client: httpx.Client) -> None:
     asks = {"origin": "https://friend.example", "access-control-request-method": "POST"}
     answer = door.options("/v1/completions", headers=asks)
     assert answer.status_code == 200
@@ -109,7 +109,7 @@ def test_only_named_origins_may_call(door: httpx.Client, client: httpx.Client) -
 # ---- request ids ----
 
 
-def test_the_request_id_is_echoed_and_may_be_used_twice(client: httpx.Client) -> None:
+def test_request_id_header_is_echoed_and_may_repeat(client: httpx.Client) -> None:
     answers = [
         client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}, headers={"x-request-id": "same"})
         for _ in range(2)
@@ -119,7 +119,7 @@ def test_the_request_id_is_echoed_and_may_be_used_twice(client: httpx.Client) ->
     assert client.get("/nope", headers={"x-request-id": "of an error"}).headers["x-request-id"] == "of an error"
 
 
-def test_a_request_without_an_id_gets_one_of_its_own(client: httpx.Client) -> None:
+def test_request_without_an_id_gets_a_unique_one(client: httpx.Client) -> None:
     ids = [client.get(path).headers["x-request-id"] for path in ("/v1/models", "/v1/models", "/nope")]
     assert len({str(uuid.UUID(each)) for each in ids}) == 3
 
@@ -127,7 +127,7 @@ def test_a_request_without_an_id_gets_one_of_its_own(client: httpx.Client) -> No
 # ---- paths ----
 
 
-def test_unknown_paths_and_methods_have_our_error_body(client: httpx.Client) -> None:
+def test_unknown_paths_and_methods_return_an_openai_error(client: httpx.Client) -> None:
     for path in ("/", "/v1/nope", "/v1/completions/", "/v1/chat", "/health/x"):
         for method in ("GET", "POST", "DELETE"):
             answer = client.request(method, path)
@@ -151,17 +151,17 @@ def test_models_are_listed_and_found_by_id(client: httpx.Client, door: httpx.Cli
     assert slashed.json()["id"] == "org/guarded"
 
 
-def test_the_model_may_be_left_out(client: httpx.Client) -> None:
+def test_model_field_is_optional(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert answer.json()["model"] == "tiny"
 
 
-def test_version_and_health(client: httpx.Client) -> None:
+def test_version_and_health_are_served(client: httpx.Client) -> None:
     assert client.get("/version").json() == {"version": minivllm.__version__}
     assert client.get("/health").json() == {"status": "ok"}
 
 
-def test_metrics_are_exact_at_once(client: httpx.Client) -> None:
+def test_metrics_include_a_request_as_soon_as_it_ends(client: httpx.Client) -> None:
     def value(name: str) -> float:
         found = re.search(rf"^{name} (\S+)$", client.get("/metrics").text, re.M)
         assert found, name
@@ -173,17 +173,17 @@ def test_metrics_are_exact_at_once(client: httpx.Client) -> None:
     assert value("minivllm_num_requests_running") == 0
 
 
-# ---- tokens ----
+# ---- tokenizer routes ----
 
 
-def test_a_text_longer_than_any_prompt_is_counted(client: httpx.Client) -> None:
+def test_tokenize_accepts_text_beyond_max_model_len(client: httpx.Client) -> None:
     answer = client.post("/tokenize", json={"prompt": "a b " * 25_000}).json()
     assert answer["count"] == 50_001
     assert answer["max_model_len"] < answer["count"]
 
 
 @pytest.mark.parametrize("text", ["Once upon a time", "你好 🦊", " leading", "a\n\n\tb", ""])
-def test_tokens_and_back(client: httpx.Client, text: str) -> None:
+def test_detokenize_inverts_tokenize(client: httpx.Client, text: str) -> None:
     answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     responses.TokenizeResponse.model_validate(answer)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -193,13 +193,13 @@ def test_tokens_and_back(client: httpx.Client, text: str) -> None:
     assert back["prompt"] == text
 
 
-def test_the_tokenizer_tells_of_itself(client: httpx.Client) -> None:
+def test_tokenizer_info_shows_eos_token_and_chat_template(client: httpx.Client) -> None:
     info = responses.TokenizerInfoResponse.model_validate(client.get("/tokenizer_info").json())
     assert info.eos_token == "<|im_end|>"
     assert "<|im_start|>" in (info.chat_template or "")
 
 
-def test_special_tokens_are_left_out_when_asked(client: httpx.Client) -> None:
+def test_detokenize_skips_special_tokens_on_request(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["tokens"]
     shown = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
     hidden = client.post("/detokenize", json={"tokens": tokens, "skip_special_tokens": True}).json()["prompt"]
@@ -210,7 +210,7 @@ def test_special_tokens_are_left_out_when_asked(client: httpx.Client) -> None:
 # ---- while the model loads ----
 
 
-def test_until_the_engine_is_there_everything_says_503(loading: LocalServer) -> None:
+def test_requests_return_503_while_the_engine_loads(loading: LocalServer) -> None:
     with httpx.Client(base_url=loading.base_url) as client:
         asked: list[httpx.Response] = [
             client.get("/health"),
@@ -230,7 +230,7 @@ def test_until_the_engine_is_there_everything_says_503(loading: LocalServer) -> 
 # ---- overload ----
 
 
-def test_a_full_queue_says_when_to_come_again(guarded: LocalServer, door: httpx.Client) -> None:
+def test_full_queue_returns_429_with_retry_after(guarded: LocalServer, door: httpx.Client) -> None:
     def ask(number: int) -> httpx.Response:
         body = {"prompt": "endless", "max_tokens": 60, "stream": number % 2 == 0}
         return door.post("/v1/completions", json=body, headers=key(KEYS[0]))
@@ -253,7 +253,7 @@ def test_documentation_is_served(client: httpx.Client) -> None:
     assert "openapi.json" in client.get("/docs").text
 
 
-def test_openapi_describes_every_route_and_resolves(client: httpx.Client) -> None:
+def test_openapi_describes_every_route_and_its_references_resolve(client: httpx.Client) -> None:
     document: dict[str, Any] = client.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert set(document["paths"]) == {
@@ -281,7 +281,7 @@ def test_openapi_describes_every_route_and_resolves(client: httpx.Client) -> Non
     assert fields["prompt"]["anyOf"]
 
 
-def test_openapi_names_every_status_that_is_answered(client: httpx.Client) -> None:
+def test_openapi_lists_every_status_code(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     described = set(paths["/v1/completions"]["post"]["responses"])
     assert described >= {"200", "400", "401", "404", "413", "415", "429", "500", "503"}

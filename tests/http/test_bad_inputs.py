@@ -1,4 +1,4 @@
-"""A table of bad inputs: each is refused with its status and its field named, and the next request is answered."""
+"""A table of bad inputs: each is rejected with its status and field, and the next request succeeds."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     ),
     (chat(tools=[TOOL], tool_choice="required", response_format={"type": "json_object"}), 400, "response_format"),
     (chat(functions=[{"name": "f"}]), 400, "functions"),
-    # formats
+    # structured output
     (chat(response_format=7), 400, "response_format"),
     (chat(response_format={}), 400, "response_format.type"),
     (chat(response_format={"type": "banana"}), 400, "response_format.type"),
@@ -226,7 +226,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(guided_regex="a", guided_choice=["b"]), 400, "guided_choice"),
     (completion(structured_outputs={}), 400, "structured_outputs"),
     (completion(structured_outputs={"regex": "a", "choice": ["b"]}), 400, "structured_outputs"),
-    # known and not supported
+    # unsupported fields
     (chat(modalities=["text", "audio"]), 400, "modalities"),
     (chat(audio={"voice": "x"}), 400, "audio"),
     (chat(prediction={"type": "content"}), 400, "prediction"),
@@ -241,7 +241,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(model=5), 400, "model"),
     (completion(model="no-such-model"), 404, "model"),
     (chat(model="no/such/model"), 404, "model"),
-    # tokens
+    # tokenizer routes
     (("/tokenize", {}), 400, "prompt"),
     (("/tokenize", {"prompt": 5}), 400, "prompt"),
     (("/tokenize", {"prompt": "x", "messages": [USER]}), 400, "prompt"),
@@ -251,7 +251,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (("/detokenize", {"tokens": [-1]}), 400, "tokens[0]"),
     (("/detokenize", {"tokens": [SAVED_VOCABULARY]}), 400, "tokens"),
     (("/detokenize", {"tokens": [1.5]}), 400, "tokens[0]"),
-    # bodies that are no request at all
+    # malformed bodies
     ((CHAT, b""), 400, None),
     ((CHAT, b"not json"), 400, None),
     ((CHAT, b'{"model": '), 400, None),
@@ -276,7 +276,7 @@ def post(client: httpx.Client, path: str, body: Any) -> httpx.Response:
 @pytest.mark.parametrize(
     ("request_", "status", "param"), BAD, ids=[f"{status}-{param}-{n}" for n, (_, status, param) in enumerate(BAD)]
 )
-def test_bad_input_is_refused_by_name_and_harms_nobody(
+def test_bad_input_is_rejected_by_field_and_the_next_request_succeeds(
     client: httpx.Client, request_: tuple[str, Any], status: int, param: str | None
 ) -> None:
     answer = post(client, *request_)
@@ -289,17 +289,17 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(
     assert post(client, *completion(max_tokens=1)).status_code == 200
 
 
-def test_the_table_has_at_least_sixty_rows() -> None:
+def test_table_has_at_least_sixty_rows() -> None:
     assert len(BAD) >= 60
 
 
-def test_over_long_prompt_is_told_both_numbers(client: httpx.Client) -> None:
+def test_too_long_prompt_error_shows_length_and_limit(client: httpx.Client) -> None:
     message = post(client, *completion(prompt=[5] * 1500)).json()["error"]["message"]
     assert "1500" in message
     assert "1024" in message
 
 
-def test_many_errors_are_listed_ten_at_most(client: httpx.Client) -> None:
+def test_at_most_ten_errors_are_listed(client: httpx.Client) -> None:
     names = [
         "n",
         "temperature",
@@ -319,21 +319,21 @@ def test_many_errors_are_listed_ten_at_most(client: httpx.Client) -> None:
     assert re.search(r"; and \d+ more$", message)
 
 
-def test_giant_values_are_not_echoed(client: httpx.Client) -> None:
+def test_error_messages_truncate_large_values(client: httpx.Client) -> None:
     for fields in ({"temperature": "x" * 100_000}, {"max_tokens": list(range(20_000))}, {"model": "m" * 100_000}):
         answer = post(client, *completion(**fields))
         assert answer.status_code in (400, 404)
         assert len(answer.content) < 1500
 
 
-def test_body_that_is_not_declared_as_json_is_refused(client: httpx.Client) -> None:
+def test_body_without_json_content_type_is_rejected(client: httpx.Client) -> None:
     for headers in ({"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         answer = client.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415
         assert ErrorResponse.model_validate(answer.json()).error.code == "unsupported_media_type"
 
 
-def test_too_large_body_is_refused_without_its_length_announced(client: httpx.Client) -> None:
+def test_too_large_body_without_content_length_is_rejected(client: httpx.Client) -> None:
     def pieces() -> Any:
         for _ in range(100):
             yield b"x" * 10_000
@@ -343,7 +343,7 @@ def test_too_large_body_is_refused_without_its_length_announced(client: httpx.Cl
     assert "200000" in ErrorResponse.model_validate(answer.json()).error.message
 
 
-def test_null_is_as_good_as_silence(client: httpx.Client) -> None:
+def test_null_fields_take_their_defaults(client: httpx.Client) -> None:
     from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
 
     for (path, body), kind in ((completion(), CompletionRequest), (chat(), ChatCompletionRequest)):
@@ -353,7 +353,7 @@ def test_null_is_as_good_as_silence(client: httpx.Client) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def test_unknown_fields_and_harmless_values_of_unsupported_ones_are_accepted(client: httpx.Client) -> None:
+def test_unknown_fields_and_neutral_unsupported_values_are_accepted(client: httpx.Client) -> None:
     extra = {"made_up": {"a": [1]}, "suffix": "", "use_beam_search": False, "service_tier": "auto", "user": "me"}
     assert post(client, *completion(**extra)).status_code == 200
     extra = {"made_up": 1, "metadata": {"a": "b"}, "store": False, "modalities": ["text"], "functions": []}

@@ -25,22 +25,22 @@ def ask(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> dict[
     answer = client.post(PATH, json={"messages": list(messages) or [user()], "temperature": 0, **fields})
     assert answer.status_code == 200, answer.text
     ChatCompletionResponse.model_validate(answer.json())
-    whole: dict[str, Any] = answer.json()
-    return whole
+    complete: dict[str, Any] = answer.json()
+    return complete
 
 
 def rendered(client: httpx.Client, *messages: dict[str, Any], **fields: Any) -> str:
-    """The prompt that a conversation becomes."""
+    """Returns the rendered prompt of a conversation."""
     answer = client.post("/tokenize", json={"messages": list(messages), **fields})
     assert answer.status_code == 200, answer.text
     text = client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
     return str(text)
 
 
-# ---- from messages to the prompt ----
+# ---- prompt rendering ----
 
 
-def test_text_parts_are_the_same_as_the_text(client: httpx.Client) -> None:
+def test_text_parts_render_like_plain_text(client: httpx.Client) -> None:
     assert rendered(client, user([{"type": "text", "text": "Name a colour."}])) == rendered(
         client, user("Name a colour.")
     )
@@ -49,13 +49,13 @@ def test_text_parts_are_the_same_as_the_text(client: httpx.Client) -> None:
     assert two.index("Two.") - two.index("One.") in (4, 5)
 
 
-def test_developer_is_system_where_the_template_knows_no_developer(client: httpx.Client) -> None:
+def test_developer_role_falls_back_to_system(client: httpx.Client) -> None:
     assert rendered(client, {"role": "developer", "content": "Be brief."}, user()) == rendered(
         client, {"role": "system", "content": "Be brief."}, user()
     )
 
 
-def test_missing_content_beside_tool_calls_is_empty(client: httpx.Client) -> None:
+def test_missing_content_with_tool_calls_renders_as_empty(client: httpx.Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     history = [
         user("Weather in Rome?"),
@@ -69,26 +69,26 @@ def test_missing_content_beside_tool_calls_is_empty(client: httpx.Client) -> Non
     assert ask(client, *history, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_malformed_arguments_of_earlier_calls_are_shown_as_they_were(client: httpx.Client) -> None:
+def test_malformed_arguments_of_earlier_calls_render_unchanged(client: httpx.Client) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": '}}
     assert '{\\"city\\": ' in rendered(client, user(), {"role": "assistant", "tool_calls": [call]})
 
 
-def test_a_final_message_is_continued(client: httpx.Client) -> None:
+def test_continue_final_message_extends_the_last_message(client: httpx.Client) -> None:
     begun = [user("Count."), {"role": "assistant", "content": "One, two,"}]
     assert rendered(client, *begun, continue_final_message=True, add_generation_prompt=False).endswith("One, two,")
     assert not rendered(client, *begun).endswith("One, two,")
     assert ask(client, *begun, continue_final_message=True, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_the_generation_prompt_can_be_left_out(client: httpx.Client) -> None:
+def test_generation_prompt_is_optional(client: httpx.Client) -> None:
     with_it = rendered(client, user())
     without = rendered(client, user(), add_generation_prompt=False)
     assert with_it.startswith(without)
     assert len(with_it) > len(without)
 
 
-def test_a_template_that_raises_is_the_clients_error(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_failing_or_missing_chat_template_returns_400(client: httpx.Client, tokenizer: Tokenizer) -> None:
     kept = tokenizer.hf_tokenizer.chat_template
     try:
         tokenizer.hf_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -103,7 +103,7 @@ def test_a_template_that_raises_is_the_clients_error(client: httpx.Client, token
         tokenizer.hf_tokenizer.chat_template = kept
 
 
-def test_template_variables_reach_the_template(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_chat_template_kwargs_reach_the_template(client: httpx.Client, tokenizer: Tokenizer) -> None:
     kept = tokenizer.hf_tokenizer.chat_template
     try:
         tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{{ documents | length }}"
@@ -116,19 +116,19 @@ def test_template_variables_reach_the_template(client: httpx.Client, tokenizer: 
 # ---- answers ----
 
 
-def test_a_chat_ends_where_the_context_ends_unless_told_otherwise(client: httpx.Client) -> None:
+def test_max_tokens_defaults_to_the_remaining_context(client: httpx.Client) -> None:
     answer = ask(client, user("river " * 900), ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 1024
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_newer_name_of_max_tokens_wins(client: httpx.Client) -> None:
+def test_max_completion_tokens_overrides_max_tokens(client: httpx.Client) -> None:
     fields = {"max_tokens": 9, "max_completion_tokens": 4, "ignore_eos": True}
     assert ask(client, **fields)["usage"]["completion_tokens"] == 4
     assert ask(client, max_tokens=5, ignore_eos=True)["usage"]["completion_tokens"] == 5
 
 
-def test_eos_ends_the_answer_and_is_not_in_it(scripted_client: httpx.Client) -> None:
+def test_eos_ends_the_answer_and_is_hidden_by_default(scripted_client: httpx.Client) -> None:
     answer = ask(scripted_client, user("REPLY-SHORT"))
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Yes."}
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -136,7 +136,7 @@ def test_eos_ends_the_answer_and_is_not_in_it(scripted_client: httpx.Client) -> 
     assert shown["choices"][0]["message"]["content"] == "Yes.<|im_end|>"
 
 
-def test_every_choice_of_a_stream_begins_with_the_role_and_ends_with_a_reason(scripted_client: httpx.Client) -> None:
+def test_each_streamed_choice_starts_with_role_and_ends_with_finish_reason(scripted_client: httpx.Client) -> None:
     body = {"messages": [user("REPLY-LONG")], "n": 3, "max_tokens": 7}
     stream = read_stream(scripted_client, PATH, body)
     for chunk in stream.chunks:
@@ -149,25 +149,25 @@ def test_every_choice_of_a_stream_begins_with_the_role_and_ends_with_a_reason(sc
         assert joined_text(stream.chunks, index) == joined_text(stream.chunks, 0)
 
 
-def test_no_delta_is_empty_but_the_last(scripted_client: httpx.Client) -> None:
+def test_only_the_first_and_last_deltas_may_be_empty(scripted_client: httpx.Client) -> None:
     chunks = streamed(scripted_client, PATH, {"messages": [user("REPLY-UNICODE")]})
     assert joined_text(chunks) == REPLIES["REPLY-UNICODE"]
     assert all(chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1])
 
 
-def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.Client) -> None:
+def test_stream_joins_to_the_complete_text_at_every_length(scripted_client: httpx.Client) -> None:
     for max_tokens in range(1, 40):
         body = {"messages": [user("REPLY-UNICODE")], "temperature": 0, "max_tokens": max_tokens}
-        whole = scripted_client.post(PATH, json=body).json()["choices"][0]
+        complete = scripted_client.post(PATH, json=body).json()["choices"][0]
         chunks = streamed(scripted_client, PATH, body)
-        assert joined_text(chunks) == whole["message"]["content"]
-        assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+        assert joined_text(chunks) == complete["message"]["content"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == complete["finish_reason"]
 
 
 # ---- log probabilities ----
 
 
-def test_bytes_of_the_tokens_make_the_content(client: httpx.Client, scripted_client: httpx.Client) -> None:
+def test_logprob_bytes_join_to_the_content(client: httpx.Client, scripted_client: httpx.Client) -> None:
     for one, prompt in ((client, "你好"), (scripted_client, "REPLY-UNICODE"), (scripted_client, "REPLY-SHORT")):
         answer = ask(one, user(prompt), max_tokens=60, logprobs=True, top_logprobs=3)
         choice = answer["choices"][0]
@@ -178,7 +178,7 @@ def test_bytes_of_the_tokens_make_the_content(client: httpx.Client, scripted_cli
         assert text.decode("utf-8", "replace") == choice["message"]["content"]
 
 
-def test_special_tokens_have_no_bytes_unless_they_are_shown(scripted_client: httpx.Client) -> None:
+def test_hidden_special_tokens_have_no_logprob_bytes(scripted_client: httpx.Client) -> None:
     for shows, given in ((False, None), (True, list(b"<|im_end|>"))):
         answer = ask(scripted_client, user("REPLY-SHORT"), logprobs=True, skip_special_tokens=not shows)
         last = answer["choices"][0]["logprobs"]["content"][-1]
@@ -186,20 +186,20 @@ def test_special_tokens_have_no_bytes_unless_they_are_shown(scripted_client: htt
         assert last["bytes"] == given
 
 
-def test_streamed_logprobs_are_those_of_the_whole(scripted_client: httpx.Client) -> None:
+def test_streamed_logprobs_equal_those_of_the_complete_answer(scripted_client: httpx.Client) -> None:
     body = {"messages": [user("REPLY-UNICODE")], "logprobs": True, "top_logprobs": 1}
-    whole = scripted_client.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
+    complete = scripted_client.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
     joined = []
     for chunk in streamed(scripted_client, PATH, body):
         joined += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
-    assert joined == whole
+    assert joined == complete
 
 
-# ---- formats ----
+# ---- structured output ----
 
 
-def test_json_mode_gives_an_object(client: httpx.Client) -> None:
-    # A random model writes long strings: a low bias for letters would not be honest, a stop by length is.
+def test_json_object_mode_produces_an_object(client: httpx.Client) -> None:
+    # A random model rarely closes its strings, so the answer may end by length.
     answer = ask(client, response_format={"type": "json_object"}, max_tokens=40, temperature=1)
     text = answer["choices"][0]["message"]["content"]
     if answer["choices"][0]["finish_reason"] == "stop":
@@ -220,8 +220,8 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_follows_its_schema(client: httpx.Client, stream: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
+def test_answer_follows_its_json_schema(client: httpx.Client, stream: bool) -> None:
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     body = {"messages": [user()], "response_format": format_, "temperature": 1, "seed": 3, "max_tokens": 200}
     if stream:

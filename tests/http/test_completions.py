@@ -1,4 +1,4 @@
-"""/v1/completions: forms of prompts, choices, echo, log probabilities, streams."""
+"""/v1/completions: prompt forms, choices, echo, log probabilities, streams."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ask(client: httpx.Client, prompt: Any = "Hello", **fields: Any) -> dict[str,
     answer = client.post(PATH, json={"prompt": prompt, "temperature": 0, **fields})
     assert answer.status_code == 200, answer.text
     CompletionResponse.model_validate(answer.json())
-    whole: dict[str, Any] = answer.json()
-    return whole
+    complete: dict[str, Any] = answer.json()
+    return complete
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_each_form_of_a_prompt_gives_the_same_answer(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_every_prompt_form_gives_the_same_answer(client: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Once upon a time")
     forms: list[Any] = ["Once upon a time", ids, ["Once upon a time"], [ids]]
     answers = [ask(client, form, max_tokens=6) for form in forms]
@@ -37,7 +37,7 @@ def test_each_form_of_a_prompt_gives_the_same_answer(client: httpx.Client, token
     assert all(answer["usage"]["prompt_tokens"] == len(ids) for answer in answers)
 
 
-def test_choices_stand_in_the_order_prompt_times_n(scripted_client: httpx.Client) -> None:
+def test_choices_are_ordered_by_prompt_then_sample(scripted_client: httpx.Client) -> None:
     prompts = ["REPLY-LONG", "REPLY-SHORT", "REPLY-UNICODE"]
     answer = ask(scripted_client, prompts, n=2, max_tokens=100)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -46,37 +46,37 @@ def test_choices_stand_in_the_order_prompt_times_n(scripted_client: httpx.Client
     assert [joined_text(chunks, index) for index in range(6)] == texts(answer)
 
 
-def test_a_prompt_counts_once_in_usage_and_its_samples_each(client: httpx.Client) -> None:
+def test_usage_counts_each_prompt_once_and_every_sample(client: httpx.Client) -> None:
     answer = ask(client, ["one two", "three"], n=3, max_tokens=5, temperature=1, ignore_eos=True)
     alone = [ask(client, prompt, max_tokens=1)["usage"]["prompt_tokens"] for prompt in ("one two", "three")]
     assert answer["usage"]["prompt_tokens"] == sum(alone)
     assert answer["usage"]["completion_tokens"] == 30
 
 
-def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
+def test_max_tokens_defaults_to_sixteen(client: httpx.Client) -> None:
     for fields in ({}, {"max_tokens": None}):
         assert ask(client, ignore_eos=True, **fields)["usage"]["completion_tokens"] == 16
 
 
-def test_more_tokens_than_fit_end_with_the_context(client: httpx.Client) -> None:
+def test_max_tokens_beyond_the_context_ends_with_length(client: httpx.Client) -> None:
     answer = ask(client, [5] * 1020, max_tokens=10**9, ignore_eos=True)
     assert answer["usage"]["total_tokens"] == 1024
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_cached_tokens_are_told(client: httpx.Client) -> None:
+def test_usage_reports_cached_tokens_per_cache_salt(client: httpx.Client) -> None:
     prompt = [11, 12, 13, 14] * 16
-    ask(client, prompt, max_tokens=1, cache_salt="told")
-    again = ask(client, prompt, max_tokens=1, cache_salt="told")
+    ask(client, prompt, max_tokens=1, cache_salt="same")
+    again = ask(client, prompt, max_tokens=1, cache_salt="same")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
     other = ask(client, prompt, max_tokens=1, cache_salt="other")
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(
-    "stop", ["lazy dog", "y dog, th", ["sun", "lazy"], ["The quick brown fox jumps over the lazy dog,"]]
+    "stop", ["lazy dog", "y dog, th", ["sun", "lazy"], ["The quick brown fox jumps over the lazy dog,"]], ids=str
 )
-def test_text_ends_before_the_stop_string_streamed_or_not(scripted_client: httpx.Client, stop: Any) -> None:
+def test_text_ends_before_the_stop_string(scripted_client: httpx.Client, stop: Any) -> None:
     text = REPLIES["REPLY-LONG"]
     first = min(text.index(one) for one in ([stop] if isinstance(stop, str) else stop))
     answer = ask(scripted_client, "REPLY-LONG", max_tokens=100, stop=stop)
@@ -88,17 +88,17 @@ def test_text_ends_before_the_stop_string_streamed_or_not(scripted_client: httpx
     assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
 
 
-def test_a_stop_string_ends_the_work_too(scripted: LocalServer, scripted_client: httpx.Client) -> None:
+def test_stop_string_ends_generation_in_the_engine(scripted: LocalServer, scripted_client: httpx.Client) -> None:
     before = scripted.snapshot().stats.generated_tokens_total
     for n in (1, 3):
         ask(scripted_client, "endless", max_tokens=900, n=n, stop="so on and so")
         ask(scripted_client, ["endless", "REPLY-SHORT"], max_tokens=900, n=n, stop="so on and so")
     scripted.until_idle(1.0)
-    # Eight endless samples of 900 tokens each if nothing stopped them; how far they get is for the machine to say.
+    # Without the stop string there are eight samples of 900 tokens; how early they end depends on the machine.
     assert scripted.snapshot().stats.generated_tokens_total - before < 8 * 900 / 2
 
 
-def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.Client) -> None:
+def test_stream_joins_to_the_complete_text_at_every_length(scripted_client: httpx.Client) -> None:
     for max_tokens in range(1, 40):
         body = {"prompt": "REPLY-UNICODE", "temperature": 0, "max_tokens": max_tokens}
         answer = ask(scripted_client, **body)
@@ -107,12 +107,12 @@ def test_streams_join_to_the_whole_text_at_every_length(scripted_client: httpx.C
         assert chunks[-1]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
 
 
-def test_no_chunk_is_empty_but_the_last(scripted_client: httpx.Client) -> None:
+def test_only_the_last_chunk_may_be_empty(scripted_client: httpx.Client) -> None:
     chunks = streamed(scripted_client, PATH, {"prompt": "REPLY-UNICODE", "max_tokens": 100})
     assert all(chunk["choices"][0]["text"] for chunk in chunks[:-1])
 
 
-def test_usage_comes_last_or_in_every_chunk_as_asked(scripted_client: httpx.Client) -> None:
+def test_stream_options_select_where_usage_appears(scripted_client: httpx.Client) -> None:
     body = {"prompt": "REPLY-LONG", "max_tokens": 5, "ignore_eos": True}
     plain = streamed(scripted_client, PATH, body)
     assert all("usage" not in chunk for chunk in plain)
@@ -133,9 +133,7 @@ def lists(choice: dict[str, Any]) -> dict[str, list[Any]]:
     return logprobs
 
 
-def test_logprob_tokens_join_to_the_text_even_inside_characters(
-    client: httpx.Client, scripted_client: httpx.Client
-) -> None:
+def test_logprob_tokens_join_to_the_text(client: httpx.Client, scripted_client: httpx.Client) -> None:
     for one, prompt in ((client, "你好"), (scripted_client, "REPLY-UNICODE")):
         for max_tokens in (1, 7, 40):
             choice = ask(one, prompt, max_tokens=max_tokens, logprobs=2)["choices"][0]
@@ -149,23 +147,23 @@ def test_text_offsets_point_into_the_text(scripted_client: httpx.Client) -> None
         assert choice["text"][offset:].startswith(token)
 
 
-def test_streamed_logprobs_are_those_of_the_whole(scripted_client: httpx.Client) -> None:
+def test_streamed_logprobs_equal_those_of_the_complete_answer(scripted_client: httpx.Client) -> None:
     for echo in (False, True):
         body = {"prompt": "REPLY-UNICODE", "max_tokens": 50, "logprobs": 2, "echo": echo}
-        whole = lists(ask(scripted_client, **body)["choices"][0])
-        joined: dict[str, list[Any]] = {name: [] for name in whole}
+        complete = lists(ask(scripted_client, **body)["choices"][0])
+        joined: dict[str, list[Any]] = {name: [] for name in complete}
         for chunk in streamed(scripted_client, PATH, body):
             for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
                 joined[name] += values
-        assert joined == whole
+        assert joined == complete
 
 
-def test_logprobs_zero_shows_the_sampled_token_alone(client: httpx.Client) -> None:
+def test_logprobs_zero_shows_only_the_sampled_token(client: httpx.Client) -> None:
     found = lists(ask(client, max_tokens=3, logprobs=0, ignore_eos=True)["choices"][0])
     assert [list(one) for one in found["top_logprobs"]] == [[token] for token in found["tokens"]]
 
 
-def test_echo_puts_the_prompt_before_the_text(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_echo_prepends_the_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
     prompt = "Once upon a time"
     plain = texts(ask(client, prompt, max_tokens=4))[0]
     assert texts(ask(client, prompt, max_tokens=4, echo=True)) == [prompt + plain]
@@ -176,7 +174,7 @@ def test_echo_puts_the_prompt_before_the_text(client: httpx.Client, tokenizer: T
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client, tokenizer: Tokenizer, n: int) -> None:
+def test_echo_with_logprobs_includes_prompt_logprobs(client: httpx.Client, tokenizer: Tokenizer, n: int) -> None:
     prompt = "Once upon a time 🦊"
     count = len(tokenizer.encode(prompt))
     for choice in ask(client, prompt, max_tokens=3, echo=True, logprobs=1, n=n, ignore_eos=True)["choices"]:
@@ -188,9 +186,7 @@ def test_echo_with_logprobs_scores_the_prompt(client: httpx.Client, tokenizer: T
         assert "".join(found["tokens"]) == choice["text"]
 
 
-def test_a_token_that_ends_inside_a_character_stands_among_its_alternatives(
-    client: httpx.Client, tokenizer: Tokenizer
-) -> None:
+def test_partial_character_token_is_among_its_top_logprobs(client: httpx.Client, tokenizer: Tokenizer) -> None:
     inside = tokenizer.encode("𓀀")[-2]
     body = {"logit_bias": {str(inside): 100}, "max_tokens": 2, "ignore_eos": True}
     for logprobs in (0, 1, 3):
@@ -202,7 +198,7 @@ def test_a_token_that_ends_inside_a_character_stands_among_its_alternatives(
             assert alternatives[token] == own
 
 
-def test_max_tokens_zero_with_echo_only_scores(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_max_tokens_zero_with_echo_returns_only_the_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
     prompts = ["Once upon a time", "The end"]
     answer = ask(client, prompts, max_tokens=0, echo=True, logprobs=1)
     assert texts(answer) == prompts
@@ -217,7 +213,7 @@ def test_max_tokens_zero_with_echo_only_scores(client: httpx.Client, tokenizer: 
     assert silent["choices"][0]["logprobs"] is None
 
 
-def test_a_hidden_stop_token_has_a_logprob_and_no_text(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_hidden_stop_token_has_a_logprob_and_no_text(client: httpx.Client, tokenizer: Tokenizer) -> None:
     token = tokenizer.encode("x")[-1]
     body = {"logit_bias": {str(token): 100}, "stop_token_ids": [token], "logprobs": 1}
     answer = ask(client, max_tokens=9, **body)
@@ -229,10 +225,10 @@ def test_a_hidden_stop_token_has_a_logprob_and_no_text(client: httpx.Client, tok
     assert shown["choices"][0]["text"] == "x"
 
 
-# ---- sampling reaches the engine ----
+# ---- sampling parameters ----
 
 
-def test_seeded_choices_are_repeatable_and_differ(client: httpx.Client) -> None:
+def test_seeded_choices_are_reproducible_and_distinct(client: httpx.Client) -> None:
     body: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     first = texts(ask(client, n=3, seed=5, **body))
     assert texts(ask(client, n=3, seed=5, **body)) == first
@@ -240,7 +236,7 @@ def test_seeded_choices_are_repeatable_and_differ(client: httpx.Client) -> None:
     assert texts(ask(client, seed=6, **body)) == [first[1]]
 
 
-def test_logit_bias_forces_and_bans(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_logit_bias_forces_and_bans_tokens(client: httpx.Client, tokenizer: Tokenizer) -> None:
     token = tokenizer.encode("x")[-1]
     assert texts(ask(client, max_tokens=4, logit_bias={str(token): 100})) == ["xxxx"]
     assert "x" not in texts(ask(client, max_tokens=4, logit_bias={str(token): -100}))[0]
@@ -268,13 +264,13 @@ def test_min_tokens_delays_the_stop_token(client: httpx.Client, tokenizer: Token
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_structured_output_is_followed(client: httpx.Client, fields: dict[str, Any], fits: Any) -> None:
+def test_answer_follows_its_structured_output(client: httpx.Client, fields: dict[str, Any], fits: Any) -> None:
     answer = ask(client, max_tokens=60, temperature=1, **fields)
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert fits(answer["choices"][0]["text"])
 
 
-def test_chunks_have_the_documented_shape(scripted_client: httpx.Client) -> None:
+def test_chunks_match_the_documented_schema(scripted_client: httpx.Client) -> None:
     body = {
         "prompt": ["REPLY-LONG", "REPLY-SHORT"],
         "max_tokens": 9,

@@ -1,4 +1,4 @@
-"""Clients that hang up: the work for them ends within a step or two, streamed or not, and nothing is left behind."""
+"""Closed connections: their requests are aborted, streamed or not, and leave no state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow_runner(tokenizer: Tokenizer) -> ScriptedRunner:
 
 @pytest.fixture(scope="module")
 def slow(tokenizer: Tokenizer, slow_runner: ScriptedRunner) -> Iterator[LocalServer]:
-    """Ten milliseconds a token: an endless answer would take ten seconds."""
+    """Takes ten milliseconds per token, so that an endless answer takes ten seconds."""
     args = AppArgs(served_model_name="slow", validate_blocks=True, max_model_len=1024, enable_prefix_caching=False)
     with LocalServer(args, tokenizer, lambda: LLMEngine(args.engine_config(), model_runner=slow_runner)) as server:
         yield server
@@ -39,7 +39,7 @@ def body(number: int) -> tuple[str, dict[str, Any]]:
     return COMPLETIONS, {"prompt": [f"endless {number}"] * (1 + number % 3), **fields}
 
 
-async def leave_stream(client: httpx.AsyncClient, number: int) -> None:
+async def disconnect_midstream(client: httpx.AsyncClient, number: int) -> None:
     path, fields = body(number)
     async with client.stream("POST", path, json={**fields, "stream": True}) as answer:
         assert answer.status_code == 200
@@ -50,20 +50,22 @@ async def leave_stream(client: httpx.AsyncClient, number: int) -> None:
                 return
 
 
-async def leave_silently(client: httpx.AsyncClient, number: int) -> None:
+async def disconnect_before_the_answer(client: httpx.AsyncClient, number: int) -> None:
     path, fields = body(number)
     with pytest.raises(httpx.ReadTimeout):
         await client.post(path, json=fields, timeout=httpx.Timeout(10, read=0.3))
 
 
-@pytest.mark.parametrize("leave", [leave_stream, leave_silently])
-def test_twenty_clients_leave_and_nothing_goes_on(slow: LocalServer, slow_runner: ScriptedRunner, leave: Any) -> None:
-    async def all_leave() -> None:
+@pytest.mark.parametrize("disconnect", [disconnect_midstream, disconnect_before_the_answer])
+def test_closed_connections_abort_their_requests(
+    slow: LocalServer, slow_runner: ScriptedRunner, disconnect: Any
+) -> None:
+    async def all_disconnect() -> None:
         limits = httpx.Limits(max_connections=50, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=slow.base_url, timeout=30, limits=limits) as client:
-            await asyncio.gather(*(leave(client, number) for number in range(20)))
+            await asyncio.gather(*(disconnect(client, number) for number in range(20)))
 
-    asyncio.run(all_leave())
+    asyncio.run(all_disconnect())
     slow.until_idle(3.0)
     assert slow_runner.live == set()
     before = slow.snapshot().stats.steps_total
@@ -71,14 +73,14 @@ def test_twenty_clients_leave_and_nothing_goes_on(slow: LocalServer, slow_runner
     assert slow.snapshot().stats.steps_total == before
 
 
-def test_neighbours_of_those_who_leave_finish(slow: LocalServer) -> None:
+def test_closed_connections_do_not_affect_other_requests(slow: LocalServer) -> None:
     async def work() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=slow.base_url, timeout=30) as client:
             staying = [
                 asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "REPLY-LONG", "max_tokens": 60}))
                 for _ in range(4)
             ]
-            await asyncio.gather(*(leave_stream(client, number) for number in range(8)))
+            await asyncio.gather(*(disconnect_midstream(client, number) for number in range(8)))
             return await asyncio.gather(*staying)
 
     for answer in asyncio.run(work()):
@@ -86,7 +88,7 @@ def test_neighbours_of_those_who_leave_finish(slow: LocalServer) -> None:
     slow.until_idle(3.0)
 
 
-def test_a_client_that_leaves_while_it_sends_its_request_harms_nobody(slow: LocalServer) -> None:
+def test_connection_closed_while_sending_does_not_affect_other_requests(slow: LocalServer) -> None:
     import socket
 
     host, port = slow.base_url.removeprefix("http://").split(":")
@@ -99,8 +101,8 @@ def test_a_client_that_leaves_while_it_sends_its_request_harms_nobody(slow: Loca
     assert answer.json()["choices"][0]["text"] == "Yes."
 
 
-def test_an_engine_that_gives_up_on_a_consumer_says_so(slow: LocalServer) -> None:
-    """The request is aborted in the engine, as by its lease, while the client still waits."""
+def test_request_aborted_by_the_engine_returns_an_error(slow: LocalServer) -> None:
+    """The engine aborts the request, as after the consumer timeout, while the client still waits."""
     assert slow.engine is not None
     engine = slow.engine
 

@@ -1,4 +1,4 @@
-"""What clients are told when something fails: enough to mend it, nothing about our insides."""
+"""Error answers: status, OpenAI body and headers, without internal details."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ STATUSES: list[tuple[BaseException, int]] = [
 
 
 @pytest.mark.parametrize(("error", "status"), STATUSES, ids=[type(error).__name__ for error, _ in STATUSES])
-def test_every_error_has_its_status_and_all_four_fields(error: BaseException, status: int) -> None:
+def test_every_error_maps_to_its_status_and_an_openai_body(error: BaseException, status: int) -> None:
     answer = answer_for(error)
     assert answer.status == status
     assert set(answer.body()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_overload_says_when_to_come_again() -> None:
+def test_overload_error_has_a_retry_after_header() -> None:
     assert answer_for(EngineOverloadedError("x", retry_after_s=2.1)).headers["retry-after"] == "3"
     assert answer_for(EngineOverloadedError("x", retry_after_s=0.0)).headers["retry-after"] == "1"
 
 
-def test_unforeseen_errors_tell_nothing() -> None:
+def test_unexpected_error_message_is_hidden() -> None:
     assert "secret" not in str(answer_for(RuntimeError("/secret/path.py is broken")).body())
 
 
-def test_allowed_methods_are_told() -> None:
+def test_method_not_allowed_error_has_an_allow_header() -> None:
     assert answer_for(HTTPException(405, headers={"Allow": "POST"})).headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(
     "value",
     ["x" * 10**6, list(range(10**6)), {str(n): n for n in range(10**5)}, 10**10_000, [[[[[[]]]]]]],
-    ids=range(5),
+    ids=["string", "list", "object", "integer", "nested list"],
 )
-def test_shown_values_are_short_whatever_they_are(value: Any) -> None:
+def test_shown_input_values_are_truncated(value: Any) -> None:
     assert len(shorten(value)) <= MAX_SHOWN_INPUT
 
 
-def test_paths_are_written_as_in_the_request() -> None:
+def test_field_paths_use_dots_and_brackets() -> None:
     assert field_path(("messages", 0, "tool_calls", 1, "function")) == "messages[0].tool_calls[1].function"
 
 
@@ -81,7 +81,7 @@ def refusal(kind: Any, fields: dict[str, Any]) -> InvalidRequestError:
     return caught.value
 
 
-def test_branches_of_unions_are_no_part_of_the_path() -> None:
+def test_field_paths_omit_union_branches() -> None:
     error = refusal(ChatCompletionRequest, {"messages": [{"role": "user"}], "tool_choice": 5})
     assert error.param == "tool_choice"
     assert "Named" not in error.message
@@ -90,18 +90,18 @@ def test_branches_of_unions_are_no_part_of_the_path() -> None:
     assert error.message.count("stop") == 1
 
 
-def test_a_long_list_of_wrong_items_stops_at_the_first() -> None:
+def test_list_errors_stop_at_the_first_wrong_item() -> None:
     error = refusal(CompletionRequest, {"prompt": "x", "stop_token_ids": ["x"] * 100_000})
     assert error.param == "stop_token_ids[0]"
     assert "[1]" not in error.message
 
 
-def test_checks_across_fields_name_the_field() -> None:
+def test_cross_field_checks_name_the_field() -> None:
     error = refusal(CompletionRequest, {"prompt": "x", "max_tokens": 0})
     assert error.param == "max_tokens"
     assert error.message.startswith("max_tokens: must")
 
 
-def test_what_is_no_object_is_refused() -> None:
+def test_non_object_body_is_rejected() -> None:
     for value in (None, [], "text", 5):
         assert "object" in refusal(CompletionRequest, value).message  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""When the engine fails: before the first token it is a status, after it an event; other requests do not notice."""
+"""Failures: a status before the first token, an error event after it; other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def failing(runner: ScriptedRunner) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_request_that_fails_midway_ends_with_an_error_event(
+def test_failure_midway_ends_the_stream_with_an_error_event(
     scripted_client: httpx.Client, runner: ScriptedRunner
 ) -> None:
     for path, body in (
@@ -49,7 +49,7 @@ def test_a_request_that_fails_midway_ends_with_an_error_event(
 
 
 @pytest.mark.usefixtures("failing")
-def test_neighbours_of_a_failing_request_finish(scripted: LocalServer, scripted_client: httpx.Client) -> None:
+def test_failed_request_does_not_affect_other_requests(scripted: LocalServer, scripted_client: httpx.Client) -> None:
     def ask(prompt: Any) -> httpx.Response:
         return scripted_client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 60})
 
@@ -60,7 +60,7 @@ def test_neighbours_of_a_failing_request_finish(scripted: LocalServer, scripted_
     scripted.until_idle()
 
 
-def test_a_dead_engine_is_503_and_unhealthy(tokenizer: Tokenizer) -> None:
+def test_dead_engine_returns_503_and_is_unhealthy(tokenizer: Tokenizer) -> None:
     args = AppArgs(served_model_name="doomed", max_model_len=1024)
     runner = ScriptedRunner(tokenizer, dict(REPLIES), step_s=0.005)
     with (

@@ -1,4 +1,4 @@
-"""One greedy text, however it is asked for: streamed, whole, by chat, by `LLM.generate`, by transformers itself."""
+"""Every interface gives the same greedy text: completions, streams, chat, `LLM.generate`, transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def oracle(tiny: LocalServer, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """What transformers generates, one prompt at a time."""
+    """Returns the tokens that transformers generates, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(tiny.args.model, dtype=torch.float32)
     generated = {}
     for name, prompt in PROMPTS.items():
@@ -46,18 +46,18 @@ def oracle(tiny: LocalServer, tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_streamed_and_whole_are_what_transformers_says_at_every_length(
+def test_completion_and_stream_equal_transformers_at_every_length(
     client: httpx.Client, tokenizer: Tokenizer, oracle: dict[str, list[int]], name: str
 ) -> None:
     for max_tokens in range(1, LENGTH + 1):
         body = {"prompt": PROMPTS[name], "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
         text = tokenizer.decode(oracle[name][:max_tokens])
-        whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-        assert whole == text
+        complete = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert complete == text
         assert joined_text(streamed(client, "/v1/completions", body)) == text
 
 
-def test_offline_is_what_transformers_says(
+def test_offline_generation_equals_transformers(
     tiny: LocalServer, tokenizer: Tokenizer, oracle: dict[str, list[int]]
 ) -> None:
     assert Path(tiny.args.model).is_dir()
@@ -69,7 +69,7 @@ def test_offline_is_what_transformers_says(
         assert result.text == tokenizer.decode(oracle[name])
 
 
-def test_a_chat_is_the_completion_of_its_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_chat_equals_the_completion_of_its_rendered_prompt(client: httpx.Client, tokenizer: Tokenizer) -> None:
     for content in PROMPTS.values():
         messages = [{"role": "user", "content": content}]
         common = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Random schemas: whatever a random model writes under one parses and validates."""
+"""Random JSON schemas: every answer of a random model parses and validates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaf(choose: random.Random) -> dict[str, Any]:
 
 
 def schema(choose: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A small schema whose answers are short."""
+    """Returns a small random schema with short answers."""
     kind = choose.random()
     if depth == 0 or kind < 0.25:
         return leaf(choose)
@@ -44,7 +44,7 @@ def schema(choose: random.Random, depth: int = 2) -> dict[str, Any]:
     }
 
 
-def test_every_answer_follows_its_schema(client: httpx.Client) -> None:
+def test_answers_validate_against_random_schemas(client: httpx.Client) -> None:
     def ask(number: int) -> None:
         wanted = schema(random.Random(number))
         body = {

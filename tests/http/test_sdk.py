@@ -1,4 +1,4 @@
-"""The openai package, as its users use it."""
+"""The openai package as a client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def real_sdk(tiny: LocalServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=tiny.base_url + "/v1", api_key="none", max_retries=0, timeout=30)
 
 
-def test_models_completions_and_chats(sdk: openai.OpenAI) -> None:
+def test_sdk_lists_models_and_gets_completions_and_chats(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["scripted"]
     assert sdk.models.retrieve("scripted").id == "scripted"
     completion = sdk.completions.create(model="scripted", prompt="REPLY-SHORT", logprobs=1)
@@ -38,7 +38,7 @@ def test_models_completions_and_chats(sdk: openai.OpenAI) -> None:
     assert chat.usage.prompt_tokens_details is not None
 
 
-def test_streams(sdk: openai.OpenAI) -> None:
+def test_sdk_streams_chats_and_completions(sdk: openai.OpenAI) -> None:
     chunks = list(
         sdk.chat.completions.create(
             model="scripted", messages=USER, stream=True, stream_options={"include_usage": True}
@@ -53,7 +53,7 @@ def test_streams(sdk: openai.OpenAI) -> None:
     assert "".join(texts) == REPLIES["REPLY-LONG"]
 
 
-def test_sixty_four_streams_at_once(scripted: LocalServer) -> None:
+def test_sixty_four_concurrent_streams_complete(scripted: LocalServer) -> None:
     async def one(client: openai.AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(model="scripted", messages=USER, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -65,7 +65,7 @@ def test_sixty_four_streams_at_once(scripted: LocalServer) -> None:
     assert set(asyncio.run(all_of_them())) == {REPLIES["REPLY-LONG"]}
 
 
-def test_errors_have_their_classes(sdk: openai.OpenAI) -> None:
+def test_sdk_raises_its_error_classes(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         sdk.chat.completions.create(model="scripted", messages=USER, temperature=-1)
     assert bad.value.param == "temperature"
@@ -74,7 +74,7 @@ def test_errors_have_their_classes(sdk: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-def test_tools_by_the_streaming_helper(sdk: openai.OpenAI, runner: ScriptedRunner) -> None:
+def test_sdk_streaming_helper_returns_tool_calls(sdk: openai.OpenAI, runner: ScriptedRunner) -> None:
     runner.replies["weather?"] = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     messages: Any = [{"role": "user", "content": "weather?"}]
@@ -91,7 +91,7 @@ class Answer(BaseModel):
     kind: int
 
 
-def test_parsed_answers(real_sdk: openai.OpenAI) -> None:
+def test_sdk_parses_structured_answers(real_sdk: openai.OpenAI) -> None:
     parsed = real_sdk.chat.completions.parse(
         model="tiny", messages=USER, response_format=Answer, seed=2, max_completion_tokens=200, temperature=1
     )

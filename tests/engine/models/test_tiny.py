@@ -1,4 +1,4 @@
-"""Every supported architecture, through chunks, mixed batches and shuffled blocks, against transformers itself."""
+"""Every supported architecture against transformers: chunked prefill, mixed batches, shuffled blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts() -> dict[str, list[int]]:
 
 
 def run_all(config: EngineConfig) -> WatchedRun:
-    """Two requests start, the others join while those decode, so that chunks and decodes share batches."""
+    """Runs all prompts; some join while others decode, so that prefill chunks and decodes share batches."""
     run = WatchedRun(config)
     texts = list(prompts().items())
     for request_id, prompt in texts[:2]:
@@ -60,7 +60,7 @@ def config_for(folder: Path, **settings: object) -> EngineConfig:
 
 
 def largest_difference(run: WatchedRun, folder: Path) -> float:
-    """Over all requests and steps, as a share of the standard deviation of the logits."""
+    """Returns the largest difference of any logit, in standard deviations of the logits."""
     model = reference_model(folder)
     worst = 0.0
     for request_id, prompt in prompts().items():
@@ -75,37 +75,33 @@ def largest_difference(run: WatchedRun, folder: Path) -> float:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_chunks_and_decodes_of_a_mixed_batch_give_the_logits_of_one_whole_forward(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_mixed_batches_match_one_forward_pass_of_transformers(name: str, folders: dict[str, Path]) -> None:
     run = run_all(config_for(folders[name]))
     assert largest_difference(run, folders[name]) < 1e-4
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_each_backend_in_torch_serves_a_window_and_grouped_queries(backend: str, folders: dict[str, Path]) -> None:
+def test_torch_backends_support_sliding_window_and_grouped_queries(backend: str, folders: dict[str, Path]) -> None:
     run = run_all(config_for(folders["mistral-window"], attention_backend=backend))
     assert largest_difference(run, folders["mistral-window"]) < 1e-4
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 128])
-def test_no_block_size_changes_the_result(block_size: int, folders: dict[str, Path]) -> None:
+def test_logits_are_independent_of_the_block_size(block_size: int, folders: dict[str, Path]) -> None:
     num_blocks = -(-60 // block_size) * len(PROMPT_LENGTHS)
     run = run_all(config_for(folders["gemma2"], block_size=block_size, num_blocks=num_blocks))
     assert largest_difference(run, folders["gemma2"]) < 1e-4
 
 
 @pytest.mark.parametrize("budget", [1, 2, 200])
-def test_no_chunk_size_changes_the_result(budget: int, folders: dict[str, Path]) -> None:
+def test_logits_are_independent_of_the_chunk_size(budget: int, folders: dict[str, Path]) -> None:
     run = run_all(config_for(folders["phi3-window"], max_num_batched_tokens=budget))
     assert largest_difference(run, folders["phi3-window"]) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_sixteen_bits_are_no_further_from_float32_than_transformers_own(
-    name: str, dtype: str, folders: dict[str, Path]
-) -> None:
+def test_half_precision_error_is_comparable_to_transformers(name: str, dtype: str, folders: dict[str, Path]) -> None:
     run = run_all(config_for(folders[name], dtype=dtype))
     assert run.engine.model_runner.kv_cache.tensor.dtype == getattr(torch, dtype)
     exact = reference_model(folders[name])
@@ -119,14 +115,14 @@ def test_sixteen_bits_are_no_further_from_float32_than_transformers_own(
     assert ours_off < 1.5 * theirs_off
 
 
-def test_preempted_sequences_get_the_same_logits_when_they_are_computed_again(folders: dict[str, Path]) -> None:
+def test_recompute_after_preemption_gives_the_same_logits(folders: dict[str, Path]) -> None:
     run = run_all(config_for(folders["llama"], num_blocks=18, watermark=0.0))
     assert run.engine.stats().preemptions_total > 0
     assert largest_difference(run, folders["llama"]) < 1e-4
 
 
-def test_the_poison_would_be_seen_if_it_were_read(folders: dict[str, Path]) -> None:
-    """Guards the other tests: NaN in one live slot must reach the logits."""
+def test_nan_in_a_live_block_reaches_the_logits(folders: dict[str, Path]) -> None:
+    """Shows that the other tests detect a read of a poisoned slot."""
     run = WatchedRun(config_for(folders["llama"]))
     run.add("r", [5] * 9, greedy(4))
     run.engine.model_runner.kv_cache.poison()

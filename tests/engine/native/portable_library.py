@@ -1,4 +1,4 @@
-"""The native library as other CPUs would have it."""
+"""Builds of the native library for other CPUs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from minivllm.core.native import bindings, build
 
 @functools.cache
 def portable_library() -> ctypes.CDLL:
-    """For the least that the architecture guarantees: none of the extensions that fast paths use."""
+    """Returns a build for the baseline of the architecture, without the extensions of the fast paths."""
     return _built((*(flag for flag in build._FLAGS if flag != "-march=native"), "-O1"))
 
 
 @functools.cache
 def library_with_tiles() -> ctypes.CDLL:
-    """With a matrix unit, by this CPU if it has one, else emulated."""
+    """Returns a build with the matrix unit of this CPU, or with an emulated one."""
     found = build.library()
     assert found is not None
     return found if found.minivllm_has_tiles() else _built((*build._FLAGS, "-DMINIVLLM_EMULATE_TILES"))
 
 
 def _built(flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Built once a test run."""
+    """Compiles the library with `flags` into a temporary folder."""
     native_flags = build._FLAGS
     target = Path(tempfile.mkdtemp()) / "library.so"
     build._FLAGS = flags

@@ -1,4 +1,4 @@
-"""The C++ attention against a float64 oracle: ragged batches over scattered blocks, NaN in all that is not live."""
+"""The C++ attention backend against a float64 reference: ragged batches, scattered blocks, NaN in unused slots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def two_threads():
 
 @dataclass
 class Case:
-    """One random step. `contexts` and `queries` by sequence: tokens in all, and those computed in the last step."""
+    """One random step; `contexts` and `queries` are the total and the newly computed tokens per sequence."""
 
     contexts: list[int]
     queries: list[int]
@@ -52,7 +52,7 @@ def round_up(count: int, block_size: int) -> int:
 
 
 class Bench:
-    """A pool, the K and V that belong in it, and the steps that write them through the backend under test."""
+    """A pool with its expected K and V, and steps that write them through the backend under test."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -105,7 +105,7 @@ class Bench:
         return query, output
 
     def oracle(self, query: torch.Tensor, sequence: int, start: int, end: int) -> torch.Tensor:
-        """Attention of queries (end - start, heads, head_size) in float64."""
+        """Computes attention of queries (end - start, heads, head_size) in float64."""
         case = self.case
         keys = self.keys[sequence][:end].double().repeat_interleave(case.group, dim=1)
         values = self.values[sequence][:end].double().repeat_interleave(case.group, dim=1)
@@ -121,7 +121,7 @@ class Bench:
         return torch.einsum("hqk,khd->qhd", weights, values)
 
     def fill_caches(self) -> None:
-        """Writes what lies before the last step, 700 tokens of a sequence at a time."""
+        """Writes the tokens before the last step, at most 700 of a sequence per step."""
         for sequence, (context, count) in enumerate(zip(self.case.contexts, self.case.queries, strict=True)):
             for start in range(0, context - count, 700):
                 self.step([(sequence, start, min(start + 700, context - count))])
@@ -142,32 +142,32 @@ class Bench:
             row += end - start
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 128])
-def test_a_block_size_that_the_tiles_do_not_fit_is_read_wrongly(block_size, dtype):
+def test_every_block_size_matches_the_reference(block_size, dtype):
     Bench(Case([1, 15, 16, 17, 65, 300, 129], [1, 15, 1, 2, 65, 1, 7], block_size, dtype=dtype)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256, 40, 6, 7])
-def test_a_head_size_leaves_a_tail_that_is_lost(head_size, dtype):
+def test_every_head_size_matches_the_reference(head_size, dtype):
     Bench(Case([1, 33, 200, 70], [1, 1, 3, 70], head_size=head_size, dtype=dtype)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group", range(1, 9))
-def test_query_heads_read_the_kv_head_of_another_group(group, dtype):
+def test_grouped_query_heads_match_the_reference(group, dtype):
     Bench(Case([5, 130, 64, 250], [1, 40, 64, 1], group=group, num_kv_heads=3, dtype=dtype)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 5000])
-def test_a_window_reaches_a_token_too_far_or_too_short(window, dtype):
+def test_sliding_window_matches_the_reference(window, dtype):
     Bench(Case([1, 400, 350, 1200], [1, 1, 350, 90], window=window, dtype=dtype)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_capped_scores_lose_the_cap(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softcap_matches_the_reference(dtype):
     bench = Bench(Case([1, 300, 70], [1, 1, 70], softcap=0.7, dtype=dtype))
     bench.check()
     bench = Bench(Case([300], [1], softcap=0.7, dtype=dtype))
@@ -180,16 +180,16 @@ def no_cap(forward):
     return lambda *args, **kwargs: forward(*args, **{**kwargs, "softcap": None})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_of_one_long_context_are_joined_wrongly(dtype):
-    """Few heads and one long sequence: the threads share its context."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_context_split_across_threads_matches_the_reference(dtype):
+    """With few heads and one long sequence, the threads split its context."""
     Bench(Case([3000], [1], num_kv_heads=1, group=8, dtype=dtype)).check()
     Bench(Case([3000, 4], [2, 1], num_kv_heads=1, group=1, dtype=dtype)).check()
     Bench(Case([2900, 2999], [1, 5], num_kv_heads=1, group=2, window=2000, dtype=dtype)).check()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_ragged_batches(seed):
+def test_random_ragged_batches_match_the_reference(seed):
     chance = random.Random(seed)
     contexts = [int(math.exp(chance.uniform(0, math.log(3000)))) for _ in range(chance.randint(1, 8))]
     queries = [chance.choice([1, 1, chance.randint(1, min(context, 500))]) for context in contexts]
@@ -207,14 +207,14 @@ def test_random_ragged_batches(seed):
     Bench(case).check()
 
 
-def test_scores_far_apart_overflow_the_softmax():
+def test_large_scores_do_not_overflow_the_softmax():
     bench = Bench(Case([300, 90], [1, 90]))
     for keys in bench.keys:
         keys *= 100
     bench.check()
 
 
-def test_strides_of_the_projections_are_ignored():
+def test_non_contiguous_projections_match_the_reference():
     bench = Bench(Case([90, 33], [90, 33], dtype=torch.bfloat16))
     forward = bench.backend.forward
 
@@ -229,7 +229,7 @@ def test_strides_of_the_projections_are_ignored():
     bench.check()
 
 
-def test_more_threads_than_items_leave_one_out():
+def test_more_threads_than_work_items_match_the_reference():
     before = torch.get_num_threads()
     torch.set_num_threads(5)
     try:
@@ -238,7 +238,7 @@ def test_more_threads_than_items_leave_one_out():
         torch.set_num_threads(before)
 
 
-def test_a_cpu_without_extensions_computes_something_else(monkeypatch):
+def test_portable_build_matches_the_reference(monkeypatch):
     monkeypatch.setattr(native, "library", portable_library)
     for dtype in (torch.float32, torch.bfloat16):
         Bench(Case([300, 40, 1], [1, 40, 1], softcap=20.0, dtype=dtype)).check()

@@ -1,4 +1,4 @@
-"""The decoder in C++ against transformers in float32, for each kind of model it takes, and what falls back."""
+"""The C++ decoder against transformers in float32 for every supported model type, with its fallbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA_LIKE = [
     "mistral",
     "mistral-window",
 ]
-# Of the logits' norm. In bfloat16 transformers itself is at 2e-2 to 4e-2 on these models.
+# Relative to the norm of the logits. transformers in bfloat16 has 2e-2 to 4e-2 on these models.
 TOLERANCE = {None: 1.8e-2, "int8": 1.5e-1}
 
 
@@ -54,7 +54,7 @@ def settings(folder: Path, **changes: object) -> EngineConfig:
 
 
 def largest_error(run: WatchedRun, folder: Path) -> float:
-    """Of the logits of every token that was sampled, against float32 on the same (bfloat16) weights."""
+    """Returns the largest relative error of the sampled logits, against float32 on the same bfloat16 weights."""
     reference = reference_model(folder, torch.bfloat16).float()
     worst = 0.0
     for request_id, prompt in PROMPTS.items():
@@ -75,7 +75,7 @@ def run_prompts(config: EngineConfig) -> WatchedRun:
 @pytest.mark.parametrize(
     ("name", "quantization"), [(name, None) for name in LLAMA_LIKE] + [("qwen2", "int8"), ("qwen3", "int8")]
 )
-def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
+def test_llama_like_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
     has_integer_dot = native.library().minivllm_has_integer_dot()
     assert run.engine.model_runner.body.name == "native" or (quantization and not has_integer_dot)
@@ -83,27 +83,27 @@ def test_a_kind_of_layer_is_computed_wrongly(name, quantization, folders):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_cpu_without_extensions_computes_something_else(quantization, folders, monkeypatch):
+def test_portable_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    # 8 bits need the CPU's integer units; torch has its own way.
+    # int8 in C++ needs the CPU's integer units; without them torch computes it.
     assert run.engine.model_runner.body.name == ("native" if quantization is None else "transformers")
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
 
 
-def test_8_bits_of_a_model_in_float32(folders):
+def test_int8_of_a_float32_model_matches_transformers(folders):
     run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
     assert run.engine.model_runner.body.name == "native" or not native.library().minivllm_has_integer_dot()
     assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_small_blocks_confuse_the_decoder(block_size, folders):
+def test_every_block_size_matches_transformers(block_size, folders):
     run = run_prompts(settings(folders["qwen3"], block_size=block_size, num_blocks=400))
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[None]
 
 
-def test_biases_of_all_projections_are_forgotten(tmp_path):
+def test_projection_biases_are_applied(tmp_path):
     config = LlamaConfig(
         **{**TINY["llama"]().to_dict(), "attention_bias": True, "mlp_bias": True, "architectures": None}
     )
@@ -121,20 +121,20 @@ def test_biases_of_all_projections_are_forgotten(tmp_path):
 @pytest.mark.parametrize(
     ("name", "quantization"), [("gemma2", None), ("phi3", None), ("gpt2", None), ("olmo2", None), ("phi3", "int8")]
 )
-def test_other_models_lose_their_meaning_to_packed_projections(name, quantization, folders):
+def test_packed_projections_of_other_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
     assert run.engine.model_runner.body.name == "transformers"
     assert largest_error(run, folders[name]) < (3e-2 if quantization is None else 2.5e-1)
 
 
-def test_compile_off_still_uses_the_native_decoder(folders):
+def test_compile_off_uses_the_transformers_decoder(folders):
     run = run_prompts(settings(folders["llama"], compile="off"))
     assert run.engine.model_runner.body.name == "transformers"
     assert largest_error(run, folders["llama"]) < 3e-2
 
 
-def test_without_a_compiler_nothing_works(folders, monkeypatch):
-    """Neither the decoder nor the attention nor 8 bits may need the library."""
+def test_missing_compiler_falls_back_to_torch(folders, monkeypatch):
+    """Decoder, attention and int8 run without the C++ library."""
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
     for quantization in (None, "int8"):
         run = run_prompts(settings(folders["llama"], quantization=quantization))
@@ -142,7 +142,7 @@ def test_without_a_compiler_nothing_works(folders, monkeypatch):
         assert largest_error(run, folders["llama"]) < (3e-2 if quantization is None else 1.5e-1)
 
 
-def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
+def test_failed_compilation_disables_the_library_and_is_reported(tmp_path, monkeypatch):
     from minivllm.core.native import build
 
     build._load.cache_clear()
@@ -161,9 +161,11 @@ def test_a_broken_compiler_stops_the_start(tmp_path, monkeypatch):
 LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8: 3e-2, NumberFormat.BFLOAT16: 4e-3}
 
 
-@pytest.mark.parametrize("make_library", [native.library, library_with_tiles], ids=["this CPU", "with tiles"])
-def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
-    """Products of many sizes, more threads than cores, every number format, against float64."""
+@pytest.mark.parametrize(
+    "make_library", [native.library, library_with_tiles], ids=["native build", "matrix unit build"]
+)
+def test_packed_products_match_float64_at_every_size(make_library):
+    """Covers every number format, and more threads than cores."""
     library = make_library()
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
@@ -189,8 +191,8 @@ def test_a_thread_takes_a_row_or_a_panel_twice(make_library):
         torch.set_num_threads(before)
 
 
-def test_a_thread_sleeps_through_the_end_of_a_stage():
-    """More threads than cores, and pieces so long that whoever waits for the last of them goes to sleep."""
+def test_sleeping_threads_complete_every_stage():
+    """Uses more threads than cores, and work items so long that waiting threads go to sleep."""
     library = native.library()
     before = torch.get_num_threads()
     states, weight = torch.randn(48, 1024), torch.randn(2048, 1024)
@@ -204,7 +206,7 @@ def test_a_thread_sleeps_through_the_end_of_a_stage():
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders, monkeypatch):
+def test_matrix_unit_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
     assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
@@ -212,9 +214,9 @@ def test_a_cpu_with_a_matrix_unit_computes_something_else(quantization, folders,
     assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
 
 
-def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
+def test_faulty_matrix_unit_is_disabled(monkeypatch, caplog):
     class Broken:
-        """Offers a unit, and all its products come out as nothing."""
+        """Has a matrix unit whose products write no result."""
 
         forbidden = False
 
@@ -235,8 +237,8 @@ def test_a_matrix_unit_that_is_wrong_is_used_all_the_same(monkeypatch, caplog):
     assert library_with_tiles().minivllm_has_tiles()
 
 
-def test_sums_in_16_bits_overflow():
-    """The worst there is: all weights and all activations at their limits, and outliers among small ones."""
+def test_int16_products_do_not_overflow():
+    """Covers the worst cases: all weights and activations at their limits, and outliers among small activations."""
     library = native.library()
     assert library is not None
     if not library.minivllm_has_integer_dot():
@@ -256,8 +258,8 @@ def test_sums_in_16_bits_overflow():
         assert torch.allclose(got.double(), wanted, rtol=3e-3, atol=1e-9), (got[0, 0], wanted[0, 0])
 
 
-def test_results_depend_on_what_else_runs():
-    """Whole numbers are summed exactly: a row alone is what it is among others, bit for bit."""
+def test_row_result_is_independent_of_the_batch():
+    """A row gives bitwise the same result alone and in a batch."""
     library = library_with_tiles()
     generator = torch.Generator().manual_seed(0)
     formats = [NumberFormat.BFLOAT16, *([NumberFormat.INT16] if library.minivllm_has_integer_dot() else [])]
@@ -269,7 +271,7 @@ def test_results_depend_on_what_else_runs():
         assert torch.equal(together, alone)
 
 
-def test_quantization_on_a_device_without_it_is_ignored(folders):
+def test_quantization_on_cuda_is_rejected(folders):
     config = settings(folders["llama"], quantization="int8")
 
     class OnCuda:
@@ -279,9 +281,9 @@ def test_quantization_on_a_device_without_it_is_ignored(folders):
         model_body.choose_body(config, OnCuda(), None, None, 10)
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantization, folders):
+def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantization, folders):
     config = settings(folders["llama"], quantization=quantization)
     expected = run_prompts(config)
     torch.set_default_dtype(default)
@@ -292,8 +294,8 @@ def test_a_number_format_set_by_the_caller_shortens_our_memory(default, quantiza
     assert found.tokens == expected.tokens
 
 
-def test_models_loaded_by_two_threads_overwrite_each_others_memory(folders):
-    """In a process of its own: it once ended with `free(): invalid pointer`."""
+def test_models_in_two_threads_generate_the_same_tokens(folders):
+    """Runs in a subprocess, since memory corruption would end the process."""
     program = f"""
 import threading
 from minivllm import EngineConfig, LLMEngine, SamplingParams

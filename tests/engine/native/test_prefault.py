@@ -1,4 +1,4 @@
-"""The memory of the KV pool is there before requests need it, and nobody notices how it came."""
+"""PageToucher: makes the pages of the KV pool resident in the background without changing their contents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def started(pool: KVCachePool) -> PageToucher:
 
 
 def resident_share(tensor: torch.Tensor) -> float:
-    """Share of a tensor's pages that the system has given memory to, by its page table."""
+    """Returns the share of a tensor's pages that are resident, read from the page table."""
     first = tensor.data_ptr() // PAGE_BYTES
     last = -(-(tensor.data_ptr() + tensor.numel() * tensor.element_size()) // PAGE_BYTES)
     with Path("/proc/self/pagemap").open("rb") as file:
@@ -51,14 +51,14 @@ def num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_step_waits_for_the_system_to_find_memory() -> None:
+def test_all_pages_of_the_pool_become_resident() -> None:
     pool = pool_of(64)
     assert resident_share(pool.tensor) < 0.1
     started(pool).wait()
     assert resident_share(pool.tensor) == 1.0
 
 
-def test_keys_written_meanwhile_are_lost() -> None:
+def test_values_written_during_touching_are_kept() -> None:
     pool = pool_of(256)
     toucher = started(pool)
     rounds = 0
@@ -72,7 +72,7 @@ def test_keys_written_meanwhile_are_lost() -> None:
     assert bool((pool.tensor == 3.0).all())
 
 
-def test_a_pool_that_is_gone_is_still_written_to() -> None:
+def test_deleting_the_pool_stops_the_thread() -> None:
     threads = num_threads()
     pool = pool_of(2048)
     toucher = started(pool)
@@ -84,12 +84,12 @@ def test_a_pool_that_is_gone_is_still_written_to() -> None:
     assert num_threads() == threads
 
 
-def test_a_machine_without_a_compiler_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_disables_page_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.core.native.prefault.library", lambda: None)
     assert PageToucher.start(pool_of(1)) is None
 
 
-def test_a_pool_as_large_as_the_memory_gets_somebody_killed(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_pool_close_to_the_available_memory_disables_page_touching(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     pool = pool_of(64)
     monkeypatch.setattr("minivllm.core.native.prefault.available_bytes", lambda: 70 * 2**20)
     assert PageToucher.start(pool) is None
@@ -107,9 +107,9 @@ def test_a_pool_as_large_as_the_memory_gets_somebody_killed(monkeypatch: pytest.
             str(2**62),
         ),
     ],
-    ids=["version 2", "version 1"],
+    ids=["cgroup v2", "cgroup v1"],
 )
-def test_a_limit_of_the_control_group_is_not_seen(line, folder, names, unlimited, monkeypatch) -> None:
+def test_available_memory_respects_the_cgroup_limit(line, folder, names, unlimited, monkeypatch) -> None:
     limit, usage, cache = names
     files = {
         "/proc/meminfo": "MemTotal: 4000 kB\nMemAvailable: 3000 kB\n",

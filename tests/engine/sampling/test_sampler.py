@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference, and each row against its neighbours."""
+"""Sampler: results against a float64 reference, and independence of the rows of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> t
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-# -- what is likeliest ---------------------------------------------------------------------------
+# -- argmax and top tokens ------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
@@ -52,7 +52,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> t
     st.integers(0, 2**32),
     st.sampled_from(["plain", "ties", "tail", "nan", "lowest"]),
 )
-def test_the_argmax_by_blocks_is_the_first_of_the_largest(rows: int, width: int, seed: int, kind: str) -> None:
+def test_block_argmax_returns_the_first_maximum(rows: int, width: int, seed: int, kind: str) -> None:
     logits = random_logits(rows, width, seed)
     if kind == "ties":
         logits = logits.round()
@@ -74,7 +74,7 @@ def test_the_argmax_by_blocks_is_the_first_of_the_largest(rows: int, width: int,
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 2**32), st.booleans(), st.data())
-def test_the_likeliest_tokens_are_in_order_with_ties_by_id(width: int, seed: int, ties: bool, data: Any) -> None:
+def test_likeliest_tokens_are_sorted_with_ties_by_token_id(width: int, seed: int, ties: bool, data: Any) -> None:
     logits = random_logits(2, width, seed)
     if ties:
         logits = logits.round()
@@ -88,8 +88,8 @@ def test_the_likeliest_tokens_are_in_order_with_ties_by_id(width: int, seed: int
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 200), st.integers(0, 2**32))
-def test_an_accelerator_and_a_cpu_find_the_same_tokens(rows: int, width: int, seed: int) -> None:
-    """The two searches, both on this machine; rows without a hit included."""
+def test_device_and_cpu_threshold_searches_agree(rows: int, width: int, seed: int) -> None:
+    """Runs both searches on this machine, rows without a hit included."""
     logits = random_logits(rows, width, seed).round()
     bounds = random_logits(1, rows, seed + 1)[0].numpy() + 3
     on_cpu = _not_below_on_cpu(logits.numpy(), bounds)
@@ -103,7 +103,7 @@ def test_an_accelerator_and_a_cpu_find_the_same_tokens(rows: int, width: int, se
 
 
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], float]:
-    """The kept ids in order, and how near the nearest decision was to going the other way."""
+    """Returns the kept ids in order, and the margin of the closest decision."""
     scaled = logits.astype(np.float64) / params.temperature
     probabilities = np.exp(scaled - scaled.max())
     order = np.lexsort((np.arange(len(logits)), -logits))
@@ -146,7 +146,7 @@ filters = st.fixed_dictionaries(
     st.integers(0, 2**32),
     st.booleans(),
 )
-def test_filters_keep_what_their_definition_keeps(
+def test_filters_keep_the_tokens_of_their_definition(
     choices: list[dict[str, Any]], vocab: int, scale: float, seed: int, coarse: bool
 ) -> None:
     params = [SamplingParams(**choice) for choice in choices if has_filter(SamplingParams(**choice), vocab)]
@@ -157,30 +157,30 @@ def test_filters_keep_what_their_definition_keeps(
         logits = logits.bfloat16().float()  # many ties
     for row, kept in enumerate(kept_by_us(logits, params)):
         expected, margin = kept_by_definition(logits[row].numpy(), params[row])
-        if margin > 1e-5:  # a decision that hangs on the last bit may go either way
+        if margin > 1e-5:  # closer decisions depend on rounding
             positive = [
                 token for token in expected if (logits[row, token] - logits[row].max()) / params[row].temperature > -700
             ]
             assert kept == positive
 
 
-def test_top_k_of_one_is_greedy_even_among_equals() -> None:
+def test_top_k_one_returns_the_first_of_equal_maxima() -> None:
     row = sequence(top_k=1, temperature=2.0)
     logits = torch.zeros(1, 1000)
     logits[0, [40, 41, 700]] = 5.0
     assert tokens(sampler_for(row).sample(logits, [row])) == [40]
 
 
-def test_a_tiny_top_p_is_greedy() -> None:
+def test_tiny_top_p_is_greedy() -> None:
     row = sequence(top_p=1e-9)
     logits = random_logits(1, 1000)
     assert tokens(sampler_for(row).sample(logits, [row])) == [int(logits.argmax())]
 
 
-def test_what_is_ruled_out_or_hopeless_weighs_exactly_nothing() -> None:
+def test_masked_and_underflowing_logits_have_zero_weight() -> None:
     logits = random_logits(2, 1000, scale=1.0)
     logits[:, ::3] = -torch.inf
-    logits[1, 0] = 200.0  # beside it everything else is below what a float can hold
+    logits[1, 0] = 200.0  # all other weights underflow
     weights, _ = weigh(logits, block_argmax(logits)[0], [0.8, 0.5], Workspace())
     rows = weights.flatten(1)[:, :1000]
     assert (rows[:, 3::3] == 0).all()
@@ -192,7 +192,7 @@ def test_what_is_ruled_out_or_hopeless_weighs_exactly_nothing() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 40), st.integers(0, 2**32))
-def test_a_mask_rules_out_just_the_tokens_whose_bits_are_zero(rows: int, width: int, bytes_: int, seed: int) -> None:
+def test_bitmask_allows_exactly_the_tokens_with_a_set_bit(rows: int, width: int, bytes_: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     bits = random.integers(0, 256, (rows, bytes_), dtype=np.uint8)
     logits = random_logits(rows, width, seed)
@@ -208,7 +208,7 @@ def test_a_mask_rules_out_just_the_tokens_whose_bits_are_zero(rows: int, width: 
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """How many standard deviations the statistic is above what is expected; cells too rare to count are joined."""
+    """Returns the statistic in standard deviations above its mean; merges cells with few expected counts."""
     total = counts.sum()
     rare = probabilities * total < 5
     observed = np.append(counts[~rare], counts[rare].sum())
@@ -220,7 +220,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("vocab", [300, 2 * BLOCK, 5 * BLOCK + 3])
-def test_tokens_come_as_often_as_their_probability(vocab: int) -> None:
+def test_token_frequencies_match_the_softmax(vocab: int) -> None:
     draws = 15_000
     logits = random_logits(1, vocab, scale=2.0)
     weights, sums = weigh(logits, block_argmax(logits)[0], [0.8], Workspace())
@@ -234,9 +234,11 @@ def test_tokens_come_as_often_as_their_probability(vocab: int) -> None:
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize(
-    "params", [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "temperature": 1.4}]
+    "params",
+    [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "temperature": 1.4}],
+    ids=str,
 )
-def test_sampling_follows_the_filtered_distribution(params: dict[str, Any], vary: str) -> None:
+def test_token_frequencies_match_the_filtered_distribution(params: dict[str, Any], vary: str) -> None:
     vocab, rows, rounds = 400, 100, 50
     row_logits = random_logits(1, vocab, scale=1.5)
     sampling = SamplingParams(**params)
@@ -258,7 +260,7 @@ def test_sampling_follows_the_filtered_distribution(params: dict[str, Any], vary
 
 
 def test_consecutive_tokens_are_independent() -> None:
-    """Pairs (token at position i, token at i + 1) of one seeded request fill all cells evenly."""
+    """Pairs (token at position i, token at i + 1) of one seeded request are uniform."""
     row = sequence(seed=11)
     sampler = sampler_for(row, vocab=4)
     logits = torch.zeros(1, 4)
@@ -295,10 +297,10 @@ neighbours = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(neighbours, neighbours, st.integers(0, 6), st.integers(0, 2**32), st.booleans())
-def test_a_row_is_what_it_is_alone_whatever_its_neighbours(
+def test_row_result_is_independent_of_the_batch(
     ours: list[dict[str, Any]], others: list[dict[str, Any]], history: int, seed: int, broken: bool
 ) -> None:
-    """Seeded and greedy rows, with every other parameter, beside rows that may be broken."""
+    """Compares seeded and greedy rows with all parameters alone and beside rows with invalid logits."""
     vocab = 700
     ours = [one if one.get("temperature") == 0.0 else {"seed": 3, **one} for one in ours]
     if not ours:
@@ -328,8 +330,8 @@ def test_a_row_is_what_it_is_alone_whatever_its_neighbours(
         assert isinstance(results[0].error, RequestFailedError)
 
 
-def test_a_seeded_choice_survives_small_errors_of_the_logits() -> None:
-    """Other neighbours change the logits by rounding. Inverting a cumulative sum, many choices would flip."""
+def test_seeded_token_is_stable_under_rounding_of_the_logits() -> None:
+    """Another batch changes the logits by rounding; sampling by cumulative sum would flip many tokens."""
     rows = [sequence(f"{number}", seed=number) for number in range(300)]
     logits = random_logits(300, 5000, scale=1.0)
     noisy = logits + 1e-5 * random_logits(300, 5000, seed=1, scale=1.0)
@@ -338,7 +340,7 @@ def test_a_seeded_choice_survives_small_errors_of_the_logits() -> None:
     assert sum(first != second for first, second in zip(plain, shaken, strict=True)) <= 1
 
 
-def test_choice_k_of_n_is_the_choice_of_seed_plus_k() -> None:
+def test_sample_k_uses_seed_plus_k() -> None:
     children = [sequence(f"c{k}", index=k, seed=40) for k in range(5)]
     singles = [sequence(f"s{k}", seed=40 + k) for k in range(5)]
     logits = random_logits(1, 1000, scale=1.0).expand(5, -1)
@@ -347,7 +349,7 @@ def test_choice_k_of_n_is_the_choice_of_seed_plus_k() -> None:
     assert len(set(as_children)) > 1
 
 
-def test_requests_without_a_seed_differ() -> None:
+def test_unseeded_requests_differ() -> None:
     rows = [sequence(f"{number}") for number in range(20)]
     logits = torch.zeros(1, 1000).expand(20, -1)
     first = tokens(sampler_for(*rows).sample(logits, rows))
@@ -355,7 +357,7 @@ def test_requests_without_a_seed_differ() -> None:
     assert first != tokens(sampler_for(*rows).sample(logits, rows))
 
 
-def test_the_engines_seed_makes_requests_without_one_repeatable() -> None:
+def test_engine_seed_makes_unseeded_requests_reproducible() -> None:
     rows = [sequence(f"{number}") for number in range(20)]
     logits = torch.zeros(1, 1000).expand(20, -1)
     runs = [tokens(sampler_for(*rows, seed=seed).sample(logits, rows)) for seed in (5, 5, 6)]
@@ -363,8 +365,8 @@ def test_the_engines_seed_makes_requests_without_one_repeatable() -> None:
     assert len(set(runs[0])) > 10
 
 
-def test_sampling_again_at_the_same_place_gives_the_same_token() -> None:
-    """What was delivered is never drawn anew: not after a preemption, nor when a batch is sampled again row by row."""
+def test_resampling_at_the_same_position_gives_the_same_token() -> None:
+    """Holds after a preemption, and where a failed batch is sampled again row by row."""
     row = sequence(seed=1)
     sampler = sampler_for(row)
     logits = random_logits(1, 1000, scale=1.0)
@@ -389,7 +391,7 @@ def test_sampling_again_at_the_same_place_gives_the_same_token() -> None:
     st.integers(0, 2**32),
     st.integers(0, 80),
 )
-def test_penalties_and_bias_are_those_of_the_definition(
+def test_penalties_and_bias_match_their_definition(
     prompt: list[int],
     output: list[int],
     repetition: float,
@@ -399,7 +401,7 @@ def test_penalties_and_bias_are_those_of_the_definition(
     seed: int,
     sampled_before: int,
 ) -> None:
-    """The counts are kept up to date a token at a time, from wherever the sampler first saw the sequence."""
+    """Token counts are updated incrementally from the first step in which the sampler sees the sequence."""
     row = sequence(
         "r",
         tuple(prompt),
@@ -427,7 +429,7 @@ def test_penalties_and_bias_are_those_of_the_definition(
         assert tokens(sampler.sample(logits, [row])) == [int(expected.argmax())]
 
 
-def test_min_tokens_holds_back_eos_and_stop_tokens_until_reached() -> None:
+def test_min_tokens_masks_eos_and_stop_tokens() -> None:
     row = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(7,))
     sampler = sampler_for(row, vocab=10)
     logits = torch.zeros(1, 10)
@@ -439,14 +441,14 @@ def test_min_tokens_holds_back_eos_and_stop_tokens_until_reached() -> None:
     assert found == [4, 4, EOS]
 
 
-def test_min_tokens_leaves_an_ignored_eos_alone() -> None:
+def test_min_tokens_does_not_mask_an_ignored_eos() -> None:
     row = sequence(temperature=0.0, min_tokens=2, ignore_eos=True)
     logits = torch.zeros(1, 10)
     logits[0, EOS] = 9.0
     assert tokens(sampler_for(row, vocab=10).sample(logits, [row])) == [EOS]
 
 
-def test_a_bias_of_100_decides_and_does_not_change_the_callers_logits() -> None:
+def test_bias_of_100_decides_and_leaves_the_input_logits_unchanged() -> None:
     row = sequence(temperature=1.0, logit_bias={33: 100.0})
     logits = random_logits(1, 1000)
     before = logits.clone()
@@ -457,8 +459,8 @@ def test_a_bias_of_100_decides_and_does_not_change_the_callers_logits() -> None:
 # -- log probabilities ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_the_models_own_whatever_the_sampling(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
     plain = sequence("a", temperature=0.0, logprobs=4)
     heated = sequence("b", temperature=1.7, top_k=3, logprobs=2, logit_bias={8: 100.0}, repetition_penalty=1.5, seed=1)
     bare = sequence("c", temperature=0.0, logprobs=0)
@@ -481,24 +483,25 @@ def test_logprobs_are_the_models_own_whatever_the_sampling(dtype: torch.dtype) -
     assert results[3].logprobs is None
 
 
-# -- what is refused, and what fails -------------------------------------------------------------
+# -- rejections and failures ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("params", "field"),
     [({"logit_bias": {1000: 1.0}}, "logit_bias"), ({"stop_token_ids": (3, 10**9)}, "stop_token_ids")],
+    ids=["logit_bias", "stop_token_ids"],
 )
-def test_ids_beyond_the_logits_are_refused_by_field(params: dict[str, Any], field: str) -> None:
+def test_token_ids_outside_the_vocabulary_are_rejected_by_field(params: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         sampler_for(sequence(**params), vocab=1000)
     assert caught.value.param == field
 
 
 @pytest.mark.parametrize(
-    "params", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}, {"seed": 1}, {"top_k": 5}]
+    "params", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 1}, {"seed": 1}, {"top_k": 5}], ids=str
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_a_row_that_is_not_a_number_fails_alone(params: dict[str, Any], value: float | None) -> None:
+def test_row_with_invalid_logits_fails_alone(params: dict[str, Any], value: float | None) -> None:
     rows = [sequence("a", **params), sequence("b", **params), sequence("c", temperature=0.0)]
     logits = random_logits(3, 1000)
     if value is None:
@@ -512,7 +515,7 @@ def test_a_row_that_is_not_a_number_fails_alone(params: dict[str, Any], value: f
     assert results[2].token_id == int(logits[2].argmax())
 
 
-def test_an_exception_of_one_row_ends_that_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_one_row_fails_only_that_row(monkeypatch: pytest.MonkeyPatch) -> None:
     real = sampler_module.scatter_rows
 
     def fails_on_token_77(logits: torch.Tensor, entries: Any, change: Any) -> None:
@@ -529,24 +532,24 @@ def test_an_exception_of_one_row_ends_that_row_only(monkeypatch: pytest.MonkeyPa
     assert results[2].token_id == sampler_for(rows[2]).sample(logits[2:], [rows[2]])[0].token_id
 
 
-def test_everything_ruled_out_is_an_error_not_a_token() -> None:
+def test_row_with_all_tokens_masked_fails() -> None:
     row = sequence(temperature=0.0, min_tokens=1, stop_token_ids=(0, 1))
     results = sampler_for(row, vocab=3).sample(torch.zeros(1, 3), [row])
     assert isinstance(results[0].error, RequestFailedError)
 
 
-def test_a_refused_twin_does_not_take_the_state_of_a_live_request() -> None:
-    """The engine prepares before it finds that an id is in use, then releases what it prepared."""
-    live, twin = sequence("same", seed=None), sequence("same", seed=None)
+def test_rejected_duplicate_id_keeps_the_state_of_the_live_request() -> None:
+    """The engine prepares a sequence before it checks its id, and releases it again on rejection."""
+    live, duplicate = sequence("same", seed=None), sequence("same", seed=None)
     sampler = sampler_for(live)
     logits = torch.zeros(1, 1000)
     first = tokens(sampler.sample(logits, [live]))
-    sampler.prepare(twin)
-    sampler.release(twin)
+    sampler.prepare(duplicate)
+    sampler.release(duplicate)
     assert tokens(sampler.sample(logits, [live])) == first
 
 
-def test_release_forgets_and_may_be_repeated() -> None:
+def test_release_drops_the_state_and_is_idempotent() -> None:
     row = sequence()
     sampler = sampler_for(row)
     sampler.release(row)
@@ -555,7 +558,7 @@ def test_release_forgets_and_may_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 2.0])
-def test_the_smallest_repetition_penalty_rules_out_every_token(temperature: float) -> None:
+def test_smallest_repetition_penalty_selects_the_top_prompt_token(temperature: float) -> None:
     row = sequence(prompt=(1, 5, 9), repetition_penalty=5e-324, temperature=temperature, seed=0)
     logits = random_logits(1, 1000)
     logits[0, [1, 5, 9]] = torch.tensor([2.0, 7.0, 0.0])

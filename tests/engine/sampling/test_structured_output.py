@@ -1,4 +1,4 @@
-"""Structured output driven by random logits: whatever the model would say, the answer follows the grammar."""
+"""Structured output on random logits: every answer follows its grammar."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drive(
     *,
     ahead: Callable[[int], bool] | None = None,
 ) -> dict[str, list[int]]:
-    """Samples all from random logits until EOS; the generated ids, EOS left out, of those that came to it."""
+    """Samples all from random logits until EOS; returns the output ids without EOS of the finished sequences."""
     generator = torch.Generator().manual_seed(seed)
     live, ended = list(sequences), {}
     for one in live:
@@ -58,7 +58,7 @@ def drive(
             break
         if ahead is not None and ahead(step):
             sampler.start_masks(live)
-        # The same few rows of noise for all, shifted: cheap, and different for each.
+        # Shifted views of one row of noise: cheap, and different for each sequence.
         noise = torch.randn(VOCAB + len(sequences), generator=generator) * 2
         logits = torch.stack([noise[sequences.index(one) :][:VOCAB] for one in live])
         results = sampler.sample(logits, live)
@@ -107,8 +107,8 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
-def test_answers_to_random_schemas_parse_and_validate(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    """A hundred at once, with masks computed ahead on some steps and not on others."""
+def test_answers_validate_against_random_schemas(sampler: Sampler, tokenizer: Tokenizer) -> None:
+    """Runs a hundred schemas in one batch, with masks precomputed on some steps only."""
     chance = random.Random(3)
     schemas = {f"{number}": random_schema(chance) for number in range(100)}
     sequences = [request(name, "json_schema", schema, seed=int(name)) for name, schema in schemas.items()]
@@ -118,8 +118,8 @@ def test_answers_to_random_schemas_parse_and_validate(sampler: Sampler, tokenize
         jsonschema.validate(json.loads(tokenizer.decode(ended[name])), schema)
 
 
-def test_a_json_object_is_one(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    # A nudge towards the end, since random text rarely closes what it opened.
+def test_json_object_mode_produces_an_object(sampler: Sampler, tokenizer: Tokenizer) -> None:
+    # The bias favours closing characters, which random text rarely produces.
     closing = dict.fromkeys((tokenizer.encode("}")[0], tokenizer.encode('"')[0], EOS), 8.0)
     sequences = [request(f"{n}", "json_object", seed=n, logit_bias=closing) for n in range(8)]
     ended = drive(sampler, sequences, 300)
@@ -135,8 +135,9 @@ def test_a_json_object_is_one(sampler: Sampler, tokenizer: Tokenizer) -> None:
         ("choice", ["yes", 'quo"te', "né\n\t\\ /x/", "yes and more"], None),
         ("grammar", 'start: "a" b+\nb: /[0-9]/ "," ', lambda text: re.fullmatch(r"a([0-9],)+", text)),
     ],
+    ids=["regex", "regex with escapes", "choice", "grammar"],
 )
-def test_answers_match_the_pattern(
+def test_answers_match_their_regex_choice_or_grammar(
     sampler: Sampler, tokenizer: Tokenizer, kind: str, value: Any, matches: Callable[[str], Any] | None
 ) -> None:
     sequences = [request(f"{n}", kind, value, seed=n) for n in range(20)]
@@ -146,7 +147,7 @@ def test_answers_match_the_pattern(
         assert matches(text) if matches else text in value
 
 
-def test_masks_started_ahead_change_nothing(sampler: Sampler) -> None:
+def test_precomputed_masks_do_not_change_the_tokens(sampler: Sampler) -> None:
     schema = random_schema(random.Random(8))
     runs = [
         drive(sampler, [request(f"{n}", "json_schema", schema, seed=n) for n in range(4)], 200, ahead=ahead)
@@ -155,7 +156,7 @@ def test_masks_started_ahead_change_nothing(sampler: Sampler) -> None:
     assert runs[0] == runs[1] != {}
 
 
-def test_masks_started_for_a_sequence_that_moved_on_are_not_used(sampler: Sampler, tokenizer: Tokenizer) -> None:
+def test_stale_precomputed_mask_is_not_used(sampler: Sampler, tokenizer: Tokenizer) -> None:
     one = request("late", "choice", ["ab", "cd"], temperature=0.0)
     sampler.prepare(one)
     sampler.start_masks([one])
@@ -165,8 +166,8 @@ def test_masks_started_for_a_sequence_that_moved_on_are_not_used(sampler: Sample
     sampler.release(one)
 
 
-def test_a_sequence_seen_late_is_followed_from_its_first_token(sampler: Sampler, tokenizer: Tokenizer) -> None:
-    """As after a preemption of a sequence whose state was lost, or a batch that is sampled again row by row."""
+def test_matcher_state_is_rebuilt_from_the_output_tokens(sampler: Sampler, tokenizer: Tokenizer) -> None:
+    """Covers a sequence whose state was dropped, and a batch that is sampled again row by row."""
     one = request("resumed", "choice", ["abc", "xyz"], temperature=0.0)
     for token in tokenizer.encode("xy"):
         one.append_token(token)
@@ -178,9 +179,7 @@ def test_a_sequence_seen_late_is_followed_from_its_first_token(sampler: Sampler,
     sampler.release(one)
 
 
-def test_after_the_end_only_eos_is_allowed_even_with_min_tokens_or_ignore_eos(
-    sampler: Sampler, tokenizer: Tokenizer
-) -> None:
+def test_only_eos_is_allowed_after_the_grammar_ends(sampler: Sampler, tokenizer: Tokenizer) -> None:
     logits = torch.zeros(1, VOCAB)
     for params in ({"min_tokens": 50}, {"ignore_eos": True}):
         one = request("done", "choice", ["ab"], temperature=0.0, **params)
@@ -193,7 +192,7 @@ def test_after_the_end_only_eos_is_allowed_even_with_min_tokens_or_ignore_eos(
         sampler.release(one)
 
 
-def test_a_grammar_that_cannot_be_followed_fails_alone(sampler: Sampler, tokenizer: Tokenizer) -> None:
+def test_output_outside_the_grammar_fails_only_its_row(sampler: Sampler, tokenizer: Tokenizer) -> None:
     rows = [
         request("bad", "choice", ["ab"]),
         request("good", "choice", ["ab"]),
@@ -213,13 +212,13 @@ def test_a_grammar_that_cannot_be_followed_fails_alone(sampler: Sampler, tokeniz
         sampler.release(one)
 
 
-def test_an_object_of_very_many_optional_properties_is_too_much(sampler: Sampler) -> None:
+def test_thousand_optional_properties_are_supported(sampler: Sampler) -> None:
     properties = {f"p{number}": {"type": "string"} for number in range(1000)}
     drive(sampler, [request("many", "json_schema", {"type": "object", "properties": properties})], 10)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_grammar_too_complex_is_called_a_fault_of_the_server(sampler: Sampler, ahead: bool) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["mask on demand", "mask precomputed"])
+def test_too_complex_grammar_is_an_invalid_request(sampler: Sampler, ahead: bool) -> None:
     one = request("r", "regex", "((a{100}){100}){100}")
     error: BaseException | None = None
     try:
@@ -264,8 +263,9 @@ def test_a_grammar_too_complex_is_called_a_fault_of_the_server(sampler: Sampler,
         ("grammar", "start: missing", "structured_outputs"),
         ("grammar", 'start: start "a"', "structured_outputs"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_bad_grammar_is_refused_by_field_and_leaves_nothing(
+def test_invalid_grammar_is_rejected_by_field_and_leaves_no_state(
     sampler: Sampler, kind: str, value: Any, param: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -276,11 +276,11 @@ def test_a_bad_grammar_is_refused_by_field_and_leaves_nothing(
 
 
 def no_tokenizer() -> Tokenizer:
-    raise ModelLoadError("there is none")
+    raise ModelLoadError("no tokenizer")
 
 
 @pytest.mark.parametrize("source", [None, no_tokenizer])
-def test_without_a_tokenizer_structured_output_is_refused_and_all_else_works(source: Any) -> None:
+def test_sampler_without_a_tokenizer_rejects_only_structured_output(source: Any) -> None:
     sampler = Sampler(100, frozenset({EOS}), tokenizer=source)
     sampler.warm_up()
     with pytest.raises(InvalidRequestError):
@@ -290,7 +290,7 @@ def test_without_a_tokenizer_structured_output_is_refused_and_all_else_works(sou
     assert sampler.sample(torch.zeros(1, 100), [plain])[0].token_id == 0
 
 
-def test_a_grammar_compiled_ahead_is_not_compiled_again(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precompiled_grammar_is_not_compiled_again(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = request("ahead", "regex", "ahead-[0-9]{3}")
     sampler.precompile(sequence.sampling_params)
     monkeypatch.setattr(sampler._grammars, "_compile_new", None)  # calling it would fail

@@ -1,4 +1,4 @@
-"""The arrays of block tables that are kept between steps are those of the tables, whatever happened to them."""
+"""BlockTableRows: the rows kept between steps equal the block tables of the sequences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def plain(scheduled: list[ScheduledSequence]) -> np.ndarray:
     return np.array(rows)
 
 
-class Life:
-    """A sequence whose table grows, is swapped as `mark_computed` may, is preempted, and ends."""
+class Lifecycle:
+    """A sequence whose block table grows, has blocks replaced as by `mark_computed`, and is emptied by preemption."""
 
     def __init__(self, request_id: str, rng: random.Random) -> None:
         self.rng = rng
@@ -46,46 +46,46 @@ class Life:
         self.computed = scheduled.end
 
     def preempt(self) -> None:
-        """And admitted again with a prefix from the cache, which may end exactly where it stood before."""
+        """Empties the table and admits again with a cached prefix, up to the last full block at most."""
         self.sequence.num_preemptions += 1
         self.sequence.block_table.clear()
         self.computed = self.rng.choice([0, self.computed // BLOCK_SIZE * BLOCK_SIZE])
         self.sequence.block_table.extend(self.rng.randrange(900) for _ in range(self.computed // BLOCK_SIZE))
 
 
-def test_random_lives_never_leave_a_stale_block_in_a_row() -> None:
+def test_rows_follow_the_block_tables_of_a_random_workload() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
-    lives = {f"r{number}": Life(f"r{number}", rng) for number in range(20)}
+    lifecycles = {f"r{number}": Lifecycle(f"r{number}", rng) for number in range(20)}
     for _ in range(600):
-        batch = rng.sample(list(lives.values()), rng.randrange(1, len(lives)))
-        scheduled = [life.schedule() for life in batch]
+        batch = rng.sample(list(lifecycles.values()), rng.randrange(1, len(lifecycles)))
+        scheduled = [lifecycle.schedule() for lifecycle in batch]
         np.testing.assert_array_equal(rows.tables(scheduled), plain(scheduled))
-        for life, one in zip(batch, scheduled, strict=True):
-            life.complete(one)
+        for lifecycle, one in zip(batch, scheduled, strict=True):
+            lifecycle.complete(one)
             if rng.random() < 0.05:
-                life.preempt()
+                lifecycle.preempt()
             elif rng.random() < 0.05:
-                rows.release(life.sequence)
-                lives[life.sequence.request_id] = Life(life.sequence.request_id, rng)
+                rows.release(lifecycle.sequence)
+                lifecycles[lifecycle.sequence.request_id] = Lifecycle(lifecycle.sequence.request_id, rng)
 
 
-def test_a_row_is_given_back_when_its_sequence_is_released() -> None:
+def test_release_frees_the_row_of_a_sequence() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
     for number in range(500):
-        life = Life(f"r{number}", rng)
-        rows.tables([life.schedule()])
-        rows.release(life.sequence)
-        rows.release(life.sequence)
+        lifecycle = Lifecycle(f"r{number}", rng)
+        rows.tables([lifecycle.schedule()])
+        rows.release(lifecycle.sequence)
+        rows.release(lifecycle.sequence)
     assert not rows._rows
     assert rows._tables.shape[0] == 8
 
 
-def test_a_namesake_that_was_released_does_not_take_the_row_of_the_living() -> None:
+def test_releasing_an_old_sequence_keeps_the_row_of_a_new_one_with_its_id() -> None:
     rng = random.Random(0)
     rows = BlockTableRows(BLOCK_SIZE, PADDING)
-    old, new = Life("r", rng), Life("r", rng)
+    old, new = Lifecycle("r", rng), Lifecycle("r", rng)
     rows.tables([old.schedule()])
     scheduled = [new.schedule()]
     rows.tables(scheduled)

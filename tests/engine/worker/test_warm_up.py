@@ -1,4 +1,4 @@
-"""Warming up must be invisible: it uses the pool before anybody owns a block of it."""
+"""warm_up: runs on the KV pool before the first request and leaves no trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def outputs(engine: LLMEngine) -> list[int]:
     return token_ids
 
 
-def test_warming_up_changes_no_output_and_no_counter(folder: Path) -> None:
+def test_warm_up_changes_no_output_and_no_counter(folder: Path) -> None:
     warm, cold = started(folder, 64, warm=True), started(folder, 64, warm=False)
     assert warm.stats() == cold.stats()
     assert warm.stats() == EngineStats(
@@ -49,14 +49,14 @@ def test_warming_up_changes_no_output_and_no_counter(folder: Path) -> None:
     assert outputs(warm) == outputs(cold)
 
 
-def test_warming_up_leaves_no_sequence_in_the_runner(folder: Path) -> None:
+def test_warm_up_leaves_no_sequence_in_the_runner(folder: Path) -> None:
     engine = started(folder, 64, warm=True)
-    # A second request of the same name would be refused, or find the first one's state.
+    # A second warm-up uses the same request ids, which must be free again.
     warm_up(engine.model_runner, engine.scheduler.token_budget)  # type: ignore[arg-type]
     assert outputs(engine)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 4, 5, 7])
-def test_warming_up_on_a_tiny_pool_reaches_beyond_nothing(folder: Path, num_blocks: int) -> None:
+def test_warm_up_fits_in_a_tiny_pool(folder: Path, num_blocks: int) -> None:
     engine = started(folder, num_blocks, warm=True)
     assert engine.stats().num_free_blocks == num_blocks
