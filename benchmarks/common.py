@@ -106,8 +106,8 @@ def steady_engine(**settings: Any) -> Any:
     from minivllm import EngineConfig, LLMEngine
 
     engine = LLMEngine(EngineConfig(**settings))
-    if engine.model_runner.page_toucher is not None:
-        engine.model_runner.page_toucher.wait()
+    if engine.model_runner.prefaulter is not None:
+        engine.model_runner.prefaulter.wait()
     return engine
 
 

@@ -82,7 +82,7 @@ def fill(scheduler: Scheduler, count: int, context: int, seed: int = 0) -> None:
         # Lengths differ a little, so that the block borders of the sequences do not fall into one step.
         prompt = make_prompt(generator, context - number % (4 * BLOCK_SIZE), prefixes)
         scheduler.add(Sequence(f"running-{number}", prompt, params))
-    while scheduler.num_waiting or any(one.cached_token_count < one.num_tokens - 1 for one in scheduler.running):
+    while scheduler.num_waiting or any(one.num_computed_tokens < one.num_tokens - 1 for one in scheduler.running):
         step_once(scheduler)
 
 
@@ -105,7 +105,7 @@ def step_once(scheduler: Scheduler) -> tuple[float, int, int]:
     scheduled = time.thread_time_ns()
     tokens = [7 if one.samples else None for one in step.sequences]
     resumed = time.thread_time_ns()
-    scheduler.update(step, tokens)
+    scheduler.update_from_output(step, tokens)
     spent = time.thread_time_ns() - resumed + scheduled - start
     return spent / 1000, len(step.sequences), step.num_tokens
 
@@ -329,7 +329,7 @@ def simulate(
         used_block_time += seconds * (num_blocks - scheduler.block_manager.get_num_free_blocks())
         running_time += seconds * len(step.sequences)
         tokens = [sampled(one, uses, end_token) for one in step.sequences]
-        for output in scheduler.update(step, tokens):
+        for output in scheduler.update_from_output(step, tokens):
             first_token.setdefault(output.request_id, now)
             if output.finished:
                 latencies.append(now - arrived[output.request_id])
@@ -343,7 +343,7 @@ def sampled(scheduled: Any, uses: dict[str, int], end_token: int) -> int | None:
     if not scheduled.samples:
         return None
     sequence = scheduled.sequence
-    return end_token if len(sequence.generated_token_ids) + 1 >= uses[sequence.request_id] else 7
+    return end_token if len(sequence.output_token_ids) + 1 >= uses[sequence.request_id] else 7
 
 
 def summary(

@@ -14,7 +14,7 @@ from minivllm.core.errors import EngineDeadError, IntegrityError, InvalidRequest
 from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler.output import ScheduledStep
+from minivllm.core.scheduler.output import SchedulerOutput
 from minivllm.core.scheduler.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
 from minivllm.core.sequence import Sequence
 from minivllm.core.stats import EngineStats
@@ -43,7 +43,7 @@ class Runner(Protocol):
     def prepare(self, sequence: Sequence) -> None:
         """Makes what sampling this sequence needs; InvalidRequestError if it asks for what cannot be done."""
 
-    def execute(self, step: ScheduledStep) -> SequenceOf[int | SampleResult | None]:
+    def execute(self, step: SchedulerOutput) -> SequenceOf[int | SampleResult | None]:
         """Computes a step; one result for each of its sequences, in order."""
         ...
 
@@ -160,7 +160,7 @@ class LLMEngine:
         except BaseException:  # Ctrl-C: the step did not happen, the engine is still whole
             self.scheduler.discard_step()
             raise
-        outputs = self.scheduler.update(step, results)
+        outputs = self.scheduler.update_from_output(step, results)
         if self.config.validate_blocks:
             self._check_integrity()
         return outputs

@@ -16,7 +16,7 @@ from minivllm.core.errors import EngineDeadError, EngineOverloadedError, Invalid
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
-from minivllm.core.text.detokenizer import OutputText
+from minivllm.core.text.detokenizer import IncrementalDetokenizer
 from minivllm.core.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt: TypeAlias = str | list[int]
@@ -25,7 +25,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt. `token_ids` and `logprobs` end where the text ends; see `OutputText`."""
+    """One sample of a prompt. `token_ids` and `logprobs` end where the text ends; see `IncrementalDetokenizer`."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class _Job:
         self.params = params
         self.is_counted = False
         self.result = GenerationResult(request_id, prompt if isinstance(prompt, str) else None, token_ids)
-        self._texts = [OutputText(tokenizer, params) for _ in range(params.n)]
+        self._texts = [IncrementalDetokenizer(tokenizer, params) for _ in range(params.n)]
         self._errors: dict[int, MinivllmError] = {}
 
     @property

@@ -29,9 +29,9 @@ class FinishReason(enum.StrEnum):
 class Sequence:
     """Prompt, generated tokens and block table of one sample.
 
-    Always: tokens `cached_token_count .. num_tokens` are still to be computed. Prefill, a chunk of it, decode and
+    Always: tokens `num_computed_tokens .. num_tokens` are still to be computed. Prefill, a chunk of it, decode and
     recompute after a preemption are that one operation with different lengths. The last token sampled is in
-    `generated_token_ids` at once, and in the cache one step later.
+    `output_token_ids` at once, and in the cache one step later.
 
     Args:
         request_id: unique among the live sequences.
@@ -47,17 +47,17 @@ class Sequence:
         "block_hashes",
         "block_table",
         "cache_salt",
-        "cached_token_count",
         "computed_high_water",
         "finish_reason",
         "first_admission_hits",
         "first_refusal",
-        "generated_token_ids",
         "index",
-        "max_generated_tokens",
+        "max_output_tokens",
+        "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "output_token_ids",
         "parent_request_id",
         "priority",
         "prompt_token_ids",
@@ -83,7 +83,7 @@ class Sequence:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
-        self.generated_token_ids: list[int] = []
+        self.output_token_ids: list[int] = []
         self.sampling_params = sampling_params
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.arrival_number = next(_arrivals)
@@ -97,13 +97,13 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         # The ledger's side: written by the BlockManager only.
         self.block_table: list[int] = []
-        self.cached_token_count = 0
+        self.num_computed_tokens = 0
         self.block_hashes: list[Any] = []
         # Log probabilities of the prompt need its logits, so its tokens must be computed, not found.
         self.skip_prefix_lookup = sampling_params.prompt_logprobs is not None
         # The scheduler's side: what ends the sequence, and how its waits and preemptions went.
         self.stop_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
-        self.max_generated_tokens = sampling_params.max_tokens
+        self.max_output_tokens = sampling_params.max_tokens
         self.first_admission_hits: int | None = None
         self.first_refusal: str | None = None
         self.times_bypassed = 0
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def last_token_id(self) -> int:
-        return self.generated_token_ids[-1] if self.generated_token_ids else self.prompt_token_ids[-1]
+        return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -129,7 +129,7 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Adds a token just sampled. It is not cached yet: it is the input of the next step."""
-        self.generated_token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
         self.num_tokens += 1
 
     def token_ids(self, start: int, end: int) -> list[int]:
@@ -138,11 +138,11 @@ class Sequence:
         if end <= split:
             return self.prompt_token_ids[start:end]
         if start >= split:
-            return self.generated_token_ids[start - split : end - split]
-        return self.prompt_token_ids[start:] + self.generated_token_ids[: end - split]
+            return self.output_token_ids[start - split : end - split]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
 
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id!r}, {self.status.value}, prompt={self.num_prompt_tokens}, "
-            f"generated={len(self.generated_token_ids)}, cached={self.cached_token_count}, blocks={self.block_table})"
+            f"generated={len(self.output_token_ids)}, cached={self.num_computed_tokens}, blocks={self.block_table})"
         )

@@ -110,7 +110,7 @@ class _Prefix:
 
     def follow(self, sequence: Sequence) -> None:
         """Extends the chains by the new tokens of the sequence. Raises KVFaultError if an earlier token has changed."""
-        token_ids = [*sequence.prompt_token_ids, *sequence.generated_token_ids]
+        token_ids = [*sequence.prompt_token_ids, *sequence.output_token_ids]
         known = len(self.token_ids)
         require(token_ids[:known] == self.token_ids, f"{sequence.request_id}: earlier tokens have changed")
         require(len(token_ids) == sequence.num_tokens, f"{sequence.request_id}: num_tokens is wrong")
@@ -233,7 +233,7 @@ class FakeRunner:
         require(not sequence.is_finished, f"{name} is finished and scheduled")
         require(0 <= start < end <= sequence.num_tokens, f"{name}: tokens {start}..{end} of {sequence.num_tokens}")
         require(
-            start == sequence.cached_token_count, f"{name}: starts at {start}, {sequence.cached_token_count} cached"
+            start == sequence.num_computed_tokens, f"{name}: starts at {start}, {sequence.num_computed_tokens} cached"
         )
         due = end == sequence.num_tokens and sequence.sampling_params.max_tokens != 0
         require(scheduled.samples == due, f"{name}: samples is {scheduled.samples}")
@@ -340,7 +340,7 @@ class FakeRunner:
         if not scheduled.samples:
             return SampleResult(prompt_logprobs=prompt_logprobs)
         fails_after = self.fail_after.get(sequence.parent_request_id)
-        if fails_after is not None and len(sequence.generated_token_ids) >= fails_after:
+        if fails_after is not None and len(sequence.output_token_ids) >= fails_after:
             return SampleResult(error=RequestFailedError(f"{sequence.request_id} is set to fail"))
         token_id = self.model.next_token(prefix.plain[-1], sequence.index)
         logprobs = None if params.logprobs is None else TokenLogprobs(token_id, -0.5)

@@ -245,7 +245,7 @@ class WatchedEngine:
         self._check_tables(running)
         for sequence in waiting:
             require(not sequence.block_table, f"{sequence.request_id} waits and has blocks {sequence.block_table}")
-            require(sequence.cached_token_count == 0, f"{sequence.request_id} waits with computed tokens")
+            require(sequence.num_computed_tokens == 0, f"{sequence.request_id} waits with computed tokens")
         stats = engine.stats()
         require(stats.num_running == len(running), f"num_running is {stats.num_running}, not {len(running)}")
         require(stats.num_waiting == len(waiting), f"num_waiting is {stats.num_waiting}, not {len(waiting)}")

@@ -101,11 +101,11 @@ def name_a_negative_block(one: Any, two: Any, pool: Any) -> None:
 
 
 def raise_the_computed_count(one: Any, two: Any, pool: Any) -> None:
-    one.cached_token_count += 50
+    one.num_computed_tokens += 50
 
 
 def make_the_computed_count_negative(one: Any, two: Any, pool: Any) -> None:
-    one.cached_token_count = -3
+    one.num_computed_tokens = -3
 
 
 def append_a_used_block_to_the_free_queue(one: Any, two: Any, pool: Any) -> None:

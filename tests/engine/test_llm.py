@@ -16,7 +16,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.errors import EngineDeadError, InvalidRequestError, NeverFitsError
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import FinishReason
-from minivllm.core.text.detokenizer import OutputText
+from minivllm.core.text.detokenizer import IncrementalDetokenizer
 from tests.core.text.text_kinds import TEXTS, tokenizer_of
 
 TEMPLATE = (
@@ -176,7 +176,7 @@ def test_stop_string_ends_only_the_sample_that_contains_it(llm: LLM) -> None:
 def test_streamed_deltas_join_to_the_text_of_generate(llm: LLM) -> None:
     params = greedy(24, stop=("e", "zq"), logprobs=0)
     results = generate(llm, PROMPTS, params)
-    texts = {f"s{place}": OutputText(llm.tokenizer, params) for place in range(len(PROMPTS))}
+    texts = {f"s{place}": IncrementalDetokenizer(llm.tokenizer, params) for place in range(len(PROMPTS))}
     joined = dict.fromkeys(texts, "")
     for request_id, prompt in zip(texts, PROMPTS, strict=True):
         llm.engine.add_request(request_id, llm.tokenizer.encode(prompt), params)
@@ -271,14 +271,14 @@ def test_unknown_setting_is_rejected_by_name(folder: Path) -> None:
 def test_interrupted_call_aborts_all_of_its_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    push, calls = OutputText.push, iter(range(100))
+    push, calls = IncrementalDetokenizer.push, iter(range(100))
 
-    def interrupted(self: OutputText, *args: Any, **options: Any) -> Any:
+    def interrupted(self: IncrementalDetokenizer, *args: Any, **options: Any) -> Any:
         if next(calls) == 20:
             raise error
         return push(self, *args, **options)
 
-    monkeypatch.setattr(OutputText, "push", interrupted)
+    monkeypatch.setattr(IncrementalDetokenizer, "push", interrupted)
     with pytest.raises(type(error)):
         generate(llm, PROMPTS, greedy(24, ignore_eos=True))
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_failed_row_ends_only_its_own_request(llm: LLM, monkeypatch: pytest.Monk
     def spoiled(logits: torch.Tensor, sequences: list[Any]) -> Any:
         logits = logits.clone()
         for row, sequence in enumerate(sequences):
-            if sequence.prompt_token_ids == [9, 9, 9] and len(sequence.generated_token_ids) == 3:
+            if sequence.prompt_token_ids == [9, 9, 9] and len(sequence.output_token_ids) == 3:
                 logits[row, 0] = float("nan")
         return sample(logits, sequences)
 

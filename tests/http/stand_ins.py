@@ -19,7 +19,7 @@ from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.core.engine import LLMEngine
 from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
-from minivllm.core.scheduler.scheduler import ScheduledStep
+from minivllm.core.scheduler.scheduler import SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ class ScriptedRunner:
         self.live.discard(sequence.request_id)
         self._scripts.pop(sequence.request_id, None)
 
-    def execute(self, step: ScheduledStep) -> list[SampleResult]:
+    def execute(self, step: SchedulerOutput) -> list[SampleResult]:
         if self.fail_next_step is not None:
             error, self.fail_next_step = self.fail_next_step, None
             raise error
@@ -116,7 +116,7 @@ class ScriptedRunner:
             scores = [self._score(token_id) for token_id in sequence.prompt_token_ids[start + 1 : last]]
         if not samples or sequence.sampling_params.max_tokens == 0:
             return SampleResult(prompt_logprobs=scores)
-        place = len(sequence.generated_token_ids)
+        place = len(sequence.output_token_ids)
         error = self._planned_error(sequence, place)
         if error is not None:
             return SampleResult(error=error)

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from minivllm.actors.engine.loop import EngineLoop
-from minivllm.actors.transport.collector import Collector
+from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, GenerateRequest
 from minivllm.core.errors import EngineDeadError, MinivllmError
 from minivllm.core.outputs import RequestOutput
@@ -28,7 +28,7 @@ ChannelMessage = EngineInfo | list[RequestOutput] | MinivllmError
 
 @dataclass(slots=True)
 class _Channel:
-    collector: Collector = field(default_factory=Collector)
+    collector: RequestOutputCollector = field(default_factory=RequestOutputCollector)
     missed: set[str] = field(default_factory=set)
     """Requests that the client's last `keep` did not name."""
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.process import use_default_cpu_policy
-from minivllm.actors.transport.collector import Collector
+from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.latencies import Latencies
 from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest
 from minivllm.actors.transport.output_router import OutputRouter
@@ -103,7 +103,7 @@ class EngineLoop:
         """
         return self._router.stream(request, self.submit)
 
-    async def submit(self, request: GenerateRequest, collector: Collector) -> None:
+    async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> None:
         """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises.
 
         Whoever is cancelled here has to `discard` the request, as `OutputRouter.stream` does: it may be accepted yet.

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minivllm.actors.transport.collector import Collector
+from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.actors.transport.output_router import OutputRouter
 from minivllm.core.errors import EngineDeadError, MinivllmError
@@ -167,7 +167,7 @@ class _Connection:
         self._response.cancel()
         self.router.fail_all(error or EngineDeadError("the connection to the engine was closed"))
 
-    async def submit(self, request: GenerateRequest, collector: Collector) -> None:
+    async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> None:
         """Sends a request, whose outputs go to `collector`. Raises the refusal if it is refused."""
         self.router.add(request, collector)
         submission = self._spawn(self._submit(request))

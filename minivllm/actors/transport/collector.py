@@ -1,4 +1,4 @@
-"""Collector: outputs on their way to one consumer, merged until it takes them."""
+"""RequestOutputCollector: outputs on their way to one consumer, merged until it takes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> None:
     first.stop_token_id = second.stop_token_id
 
 
-class Collector:
+class RequestOutputCollector:
     """A queue that holds at most one output of each sample: what comes while one waits is merged into it.
 
     So the first token leaves at once, later ones as the consumer takes them, and a slow consumer costs no memory but

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
-from minivllm.actors.transport.collector import Collector
+from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.latencies import Latencies
 from minivllm.actors.transport.messages import GenerateRequest
 from minivllm.core.errors import InvalidRequestError, MinivllmError
@@ -19,7 +19,7 @@ logger = logging.getLogger("minivllm.engine")
 
 @dataclass(slots=True)
 class _LiveRequest:
-    collector: Collector
+    collector: RequestOutputCollector
     open_samples: set[int]
     latencies: Latencies | None
     is_aborted: bool = False
@@ -45,13 +45,13 @@ class OutputRouter:
     async def stream(
         self,
         request: GenerateRequest,
-        submit: Callable[[GenerateRequest, Collector], Awaitable[None]],
+        submit: Callable[[GenerateRequest, RequestOutputCollector], Awaitable[None]],
     ) -> AsyncGenerator[list[RequestOutput], None]:
         """Outputs of one request, merged from what came since the consumer last asked. `submit` has to call `add`.
 
         However the iteration ends, so does the request.
         """
-        collector = Collector()
+        collector = RequestOutputCollector()
         try:
             await submit(request, collector)
             while not self.has_ended(request.request_id, collector):
@@ -61,8 +61,10 @@ class OutputRouter:
         finally:
             self.discard(request.request_id, collector)
 
-    def add(self, request: GenerateRequest, collector: Collector, latencies: Latencies | None = None) -> None:
-        """From now on the outputs of this request go to `collector`. Raises InvalidRequestError if the id is in use."""
+    def add(
+        self, request: GenerateRequest, collector: RequestOutputCollector, latencies: Latencies | None = None
+    ) -> None:
+        """Routes the outputs of this request to `collector`. Raises InvalidRequestError if the id is in use."""
         request_id = request.request_id
         if request_id in self._live:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -72,17 +74,17 @@ class OutputRouter:
         """The request was refused: no output will come."""
         self._live.pop(request_id, None)
 
-    def has_ended(self, request_id: str, collector: Collector) -> bool:
+    def has_ended(self, request_id: str, collector: RequestOutputCollector) -> bool:
         """Whether all outputs of the request have reached its collector."""
         live = self._live.get(request_id)
         return live is None or live.collector is not collector
 
-    def discard(self, request_id: str, collector: Collector) -> None:
+    def discard(self, request_id: str, collector: RequestOutputCollector) -> None:
         """The consumer is gone: aborts the request if it still runs."""
         if not self.has_ended(request_id, collector):
             self.abort(request_id)
 
-    def discard_all(self, collector: Collector) -> None:
+    def discard_all(self, collector: RequestOutputCollector) -> None:
         for request_id in self.request_ids(collector):
             self.abort(request_id)
 
@@ -103,7 +105,7 @@ class OutputRouter:
                 logger.warning("request %s: nobody has asked for its output for %g s; aborted", request_id, timeout_s)
                 self.abort(request_id)
 
-    def request_ids(self, collector: Collector | None = None) -> list[str]:
+    def request_ids(self, collector: RequestOutputCollector | None = None) -> list[str]:
         """Of the requests that have a consumer; only those of one collector if given."""
         return [
             request_id

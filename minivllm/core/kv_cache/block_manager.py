@@ -1,8 +1,8 @@
 """BlockManager: block tables, slots and admission checks over one pool of physical blocks.
 
-It answers whether there is room (`can_*`, which change nothing) and hands room out (which is all or nothing). It knows
-nothing of tensors, and of a sequence only `request_id`, `block_table`, `cached_token_count`, `num_tokens` and its token
-ids. Token i of a sequence lives in `block_table[i // block_size]` at offset `i % block_size`.
+Questions (`can_*`, `admission_refusal`) change nothing; an allocation is all or nothing. The manager handles no tensors.
+Of a sequence it reads `request_id`, `block_table`, `num_computed_tokens`, `num_tokens` and the token ids. Token i of a
+sequence is in block `block_table[i // block_size]` at offset `i % block_size`.
 
 The block table is vLLM's (PagedAttention); the owner table that a debug build checks every release against is an idea
 of the article this system follows.
@@ -43,14 +43,14 @@ class BlockSequence(Protocol):
 
     request_id: str
     block_table: list[int]
-    cached_token_count: int
+    num_computed_tokens: int
 
     @property
     def num_tokens(self) -> int: ...
     @property
     def prompt_token_ids(self) -> list[int]: ...
     @property
-    def generated_token_ids(self) -> list[int]: ...
+    def output_token_ids(self) -> list[int]: ...
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class BlockManager:
         """Makes the table cover the first `num_tokens` tokens (a total: cache hits and earlier chunks included).
 
         On an empty table the longest cached prefix is taken over first, at least one of the tokens being left to
-        compute, and `cached_token_count` is set to it. Raises NoFreeBlocksError, and then nothing has changed.
+        compute, and `num_computed_tokens` is set to it. Raises NoFreeBlocksError, and then nothing has changed.
         """
         require_count(num_tokens, "num_tokens", at_least=1)
         if num_tokens > sequence.num_tokens:
@@ -254,14 +254,14 @@ class BlockManager:
         holding = self._holdings.get(sequence.request_id)
         if holding is None or holding.sequence is not sequence or self.validate:
             holding = self._holding(sequence)
-        before = sequence.cached_token_count
+        before = sequence.num_computed_tokens
         if not (before <= num_tokens <= holding.covered_tokens and num_tokens <= sequence.num_tokens):
             raise IntegrityError(
                 f"{sequence.request_id}: {num_tokens} tokens cannot be computed; {before} were, "
                 f"{holding.covered_tokens} are covered, {sequence.num_tokens} exist",
                 request_ids=(sequence.request_id,),
             )
-        sequence.cached_token_count = num_tokens
+        sequence.num_computed_tokens = num_tokens
         if self.enable_prefix_caching:
             first, end = before // self.block_size, num_tokens // self.block_size
             for index in range(first, end):
@@ -288,7 +288,7 @@ class BlockManager:
         if holding is not None and holding.sequence is sequence:  # and not a namesake that holds nothing
             del self._holdings[sequence.request_id]
         sequence.block_table.clear()
-        sequence.cached_token_count = 0
+        sequence.num_computed_tokens = 0
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content. False, and nothing changed, while a sequence holds a cached block."""
@@ -308,7 +308,7 @@ class BlockManager:
         for sequence in damaged:
             self._holdings.pop(sequence.request_id, None)
             sequence.block_table.clear()
-            sequence.cached_token_count = 0
+            sequence.num_computed_tokens = 0
         counts = dict.fromkeys(self._raw_blocks, 1)
         for holding in self._holdings.values():
             for block_id in holding.sequence.block_table:
@@ -352,10 +352,10 @@ class BlockManager:
     def _check_counts(self, holding: Holding) -> None:
         sequence = holding.sequence
         expected = -(-holding.covered_tokens // self.block_size)
-        if len(sequence.block_table) != expected or not 0 <= sequence.cached_token_count <= holding.covered_tokens:
+        if len(sequence.block_table) != expected or not 0 <= sequence.num_computed_tokens <= holding.covered_tokens:
             raise IntegrityError(
                 f"{sequence.request_id}: {len(sequence.block_table)} blocks {sequence.block_table} and "
-                f"{sequence.cached_token_count} cached tokens, where {holding.covered_tokens} covered tokens need "
+                f"{sequence.num_computed_tokens} cached tokens, where {holding.covered_tokens} covered tokens need "
                 f"{expected} blocks",
                 block_id=sequence.block_table[-1] if sequence.block_table else None,
                 request_ids=(sequence.request_id,),
@@ -373,7 +373,7 @@ class BlockManager:
         if self._owner_table:
             self._owner_table.shared(hits, sequence.request_id)
         sequence.block_table.extend(hits)
-        sequence.cached_token_count = len(hits) * self.block_size
+        sequence.num_computed_tokens = len(hits) * self.block_size
 
     def _extend(self, sequence: BlockSequence, count: int) -> None:
         if count <= 0:
@@ -445,4 +445,4 @@ class BlockManager:
         if end <= len(prompt):
             return tuple(prompt[start:end])
         split = len(prompt)
-        return (*prompt[start:], *sequence.generated_token_ids[max(0, start - split) : end - split])
+        return (*prompt[start:], *sequence.output_token_ids[max(0, start - split) : end - split])

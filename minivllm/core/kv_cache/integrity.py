@@ -102,8 +102,8 @@ def _audit_table(pool: BlockPool, block_size: int, holding: Holding) -> None:
     if len(table) != expected:
         last = table[-1] if table else None
         _fail(f"the table of {name} has {len(table)} blocks, {covered} tokens need {expected}", last, (name,))
-    if not 0 <= sequence.cached_token_count <= covered:
-        _fail(f"{name} counts {sequence.cached_token_count} cached tokens, {covered} are covered", None, (name,))
+    if not 0 <= sequence.num_computed_tokens <= covered:
+        _fail(f"{name} counts {sequence.num_computed_tokens} cached tokens, {covered} are covered", None, (name,))
 
 
 def _audit_places(pool: BlockPool, holders: Mapping[int, list[str]]) -> None:

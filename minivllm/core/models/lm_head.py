@@ -1,4 +1,4 @@
-"""LogitsHead: hidden states to logits, for the rows that are asked for only."""
+"""LMHead: hidden states to logits, for the rows that are asked for only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
-class LogitsHead:
+class LMHead:
     """The output projection and what some families do to its result: logits = cap(projection(hidden) * scale).
 
     `softcap` as in Gemma 2: softcap * tanh(logits / softcap). `scale` as in Cohere (logit_scale) or Granite
@@ -22,7 +22,7 @@ class LogitsHead:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LogitsHead | None:
+    def of(cls, model: PreTrainedModel) -> LMHead | None:
         """Reads it from a model; None when the model has no output projection."""
         projection = model.get_output_embeddings()
         if projection is None:

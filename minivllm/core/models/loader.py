@@ -20,7 +20,7 @@ from minivllm.core.attention import ATTENTION_NAME, AttentionLayer, register_wit
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models.gguf import gguf_read_once
-from minivllm.core.models.lm_head import LogitsHead
+from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
 from minivllm.core.models.support import check_config, context_limit, find_head, probe
 
@@ -45,7 +45,7 @@ class LoadedModel:
 
     name: str
     model: PreTrainedModel
-    head: LogitsHead
+    head: LMHead
     layers: tuple[AttentionLayer, ...]
     dtype: torch.dtype
     device: torch.device

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from minivllm.core.attention.base import ATTENTION_NAME, AttentionLayer
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models.lm_head import LogitsHead
+from minivllm.core.models.lm_head import LMHead
 
 logger = logging.getLogger(__name__)
 
@@ -227,13 +227,13 @@ def probe(name: str, model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     return tuple(recorder.layers[index] for index in sorted(recorder.layers))
 
 
-def find_head(name: str, model: PreTrainedModel) -> LogitsHead:
+def find_head(name: str, model: PreTrainedModel) -> LMHead:
     """The model's head, compared with the model's own logits on two tokens.
 
     Raises:
         ModelLoadError: there is none, or it does something to the logits that we do not know.
     """
-    head = LogitsHead.of(model)
+    head = LMHead.of(model)
     if head is None:
         raise refuse(name, model.config, "a projection to logits that can be found")
     with _probing(model):

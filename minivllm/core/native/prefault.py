@@ -1,4 +1,4 @@
-"""PageToucher: has the memory of the KV pool handed out by the system before requests need it, when a core is idle."""
+"""Prefaulter: has the memory of the KV pool handed out by the system before requests need it, when a core is idle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_OF_MEMORY = 0.8
 """A pool larger than this share of what is left is not taken ahead: somebody might be killed for it."""
 
 
-class PageToucher:
+class Prefaulter:
     """Goes through a pool in the background, first blocks first, and changes nothing in it. Lives no longer than it."""
 
     def __init__(self, found: ctypes.CDLL, pool: KVCachePool) -> None:

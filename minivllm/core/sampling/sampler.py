@@ -319,7 +319,7 @@ class Sampler:
 
 def _places(states: list[RowState], rows: list[int]) -> tuple[list[int], list[int]]:
     """(seeds, positions) that the random numbers of these rows belong to."""
-    return [states[row].seed for row in rows], [len(states[row].sequence.generated_token_ids) for row in rows]
+    return [states[row].seed for row in rows], [len(states[row].sequence.output_token_ids) for row in rows]
 
 
 def _logprobs(raw: torch.Tensor, states: list[RowState], chosen: list[int]) -> dict[int, TokenLogprobs]:

@@ -37,7 +37,7 @@ class PenaltyCounts:
 
     def entries(self) -> tuple[IdArray, FloatArray, FloatArray]:
         """(token ids, their repetition factors, what to subtract), after counting the tokens generated since."""
-        generated = self._sequence.generated_token_ids
+        generated = self._sequence.output_token_ids
         for token_id in generated[self._seen :]:
             self._count(token_id)
         self._seen = len(generated)
@@ -96,6 +96,6 @@ class RowState:
 
     def holds_back_stop(self) -> bool:
         """True while `min_tokens` has not been reached."""
-        return len(self.sequence.generated_token_ids) < self.sequence.sampling_params.min_tokens and bool(
+        return len(self.sequence.output_token_ids) < self.sequence.sampling_params.min_tokens and bool(
             self.stop_ids.size
         )

@@ -55,15 +55,15 @@ class GrammarState:
         self._param = param
         self._consumed = 0
 
-    def follow(self, generated_token_ids: list[int]) -> LLMatcher:
+    def follow(self, output_token_ids: list[int]) -> LLMatcher:
         """Takes in the tokens generated since the last call.
 
         Raises:
             InvalidRequestError: the grammar is too complex to follow.
             RequestFailedError: a token does not fit it.
         """
-        new = generated_token_ids[self._consumed :]
-        self._consumed = len(generated_token_ids)
+        new = output_token_ids[self._consumed :]
+        self._consumed = len(output_token_ids)
         # After the end of the grammar only EOS is allowed; with ignore_eos it comes again and again.
         if new and not self._matcher.is_stopped():
             self._matcher.consume_tokens(new)
@@ -102,7 +102,7 @@ class GrammarMasks:
     def hold(self, sequence: Sequence) -> bool:
         """True when there is a mask for the token that this sequence samples next."""
         mask = self._masks.get(sequence)
-        return mask is not None and mask.position == len(sequence.generated_token_ids)
+        return mask is not None and mask.position == len(sequence.output_token_ids)
 
     def is_complete(self, sequence: Sequence) -> bool:
         """True when nothing but EOS may follow."""
@@ -207,7 +207,7 @@ class GrammarCompiler:
         masks = GrammarMasks()
         live: list[tuple[Sequence, int, GrammarState, LLMatcher]] = []
         for sequence, state in entries:
-            generated = list(sequence.generated_token_ids)
+            generated = list(sequence.output_token_ids)
             try:
                 live.append((sequence, len(generated), state, state.follow(generated)))
             except MinivllmError as error:

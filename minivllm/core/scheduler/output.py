@@ -1,4 +1,4 @@
-"""ScheduledStep: what one step computes, fixed the moment it is decided; and StepPlan, a step in the making."""
+"""SchedulerOutput: what one step computes, fixed the moment it is decided; and StepPlan, a step in the making."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ScheduledSequence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """What one step computes. The block tables of its sequences cover every `end` and do not change until `update`."""
+class SchedulerOutput:
+    """What one step computes. The block tables of its sequences cover every `end` and do not change until `update_from_output`."""
 
     sequences: tuple[ScheduledSequence, ...]
     num_tokens: int
@@ -36,9 +36,9 @@ class StepPlan:
         self.scheduled: dict[str, ScheduledSequence] = {}
 
     def put(self, sequence: Sequence, end: int) -> None:
-        """Schedules the tokens from `cached_token_count` to `end`, for which the table has blocks."""
-        start = sequence.cached_token_count
-        samples = end == sequence.num_tokens and sequence.max_generated_tokens != 0
+        """Schedules the tokens from `num_computed_tokens` to `end`, for which the table has blocks."""
+        start = sequence.num_computed_tokens
+        samples = end == sequence.num_tokens and sequence.max_output_tokens != 0
         self.scheduled[sequence.request_id] = ScheduledSequence(sequence, start, end, samples)
         self.budget -= end - start
 
@@ -54,5 +54,5 @@ class StepPlan:
             if scheduled.sequence.is_finished:
                 self.drop(scheduled.sequence)
 
-    def freeze(self) -> ScheduledStep:
-        return ScheduledStep(tuple(self.scheduled.values()), self.token_budget - self.budget)
+    def freeze(self) -> SchedulerOutput:
+        return SchedulerOutput(tuple(self.scheduled.values()), self.token_budget - self.budget)

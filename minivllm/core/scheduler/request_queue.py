@@ -1,4 +1,4 @@
-"""WaitingQueue: sequences that hold no blocks yet (or no more), in the order in which they may be admitted."""
+"""RequestQueue: sequences that hold no blocks yet (or no more), in the order in which they may be admitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def queue_rank(sequence: Sequence) -> QueueRank:
     return sequence.priority, sequence.num_preemptions == 0, sequence.arrival_time, sequence.arrival_number
 
 
-class WaitingQueue:
+class RequestQueue:
     """An ordered queue, with a side room for the later samples of a request (n > 1).
 
     Those `followers` would all miss the prefix cache if they were admitted beside the first sample, their leader. One

@@ -6,7 +6,7 @@ When a running sequence needs a block and none is free, the newest one is preemp
 kept, and it is recomputed later. The oldest is never preempted for another, so it always advances: no livelock.
 
 Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's; the single notion of
-"compute tokens cached_token_count .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
+"compute tokens num_computed_tokens .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from minivllm.core.errors import (
 from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
 from minivllm.core.scheduler.live_requests import LiveRequests
-from minivllm.core.scheduler.output import ScheduledSequence, ScheduledStep, StepPlan
-from minivllm.core.scheduler.request_queue import WaitingQueue
+from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput, StepPlan
+from minivllm.core.scheduler.request_queue import RequestQueue
 from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
 from minivllm.core.stats import SchedulerCounters
 
-__all__ = ["ScheduledSequence", "ScheduledStep", "Scheduler"]
+__all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ BYPASS_LOOKAHEAD = 8
 class Scheduler:
     """The queues, and the only caller of the block manager.
 
-    Use: `step = schedule()`, compute it, `outputs = update(step, results)`, in turn. `add` and `abort` may come at any
-    time between; an abort while a step is out takes effect in its `update`.
+    Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort` may come at any
+    time between; an abort while a step is out takes effect in its `update_from_output`.
 
     Args:
         config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
@@ -71,12 +71,12 @@ class Scheduler:
         self.max_model_len = min(config.max_model_len or pool_tokens, pool_tokens)
         self.token_budget = config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self.counters = SchedulerCounters()
-        self._waiting = WaitingQueue()
+        self._waiting = RequestQueue()
         self._running: list[Sequence] = []
         self._live = LiveRequests()
         self._ended: list[RequestOutput] = []
         self._abort_later: set[str] = set()
-        self._in_flight: ScheduledStep | None = None
+        self._in_flight: SchedulerOutput | None = None
 
     # ---------------------------------------------------------------- what one can see
 
@@ -148,10 +148,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self) -> SchedulerOutput:
         """Decides the next step and takes the blocks it needs. Empty when nothing can run."""
         if self._in_flight is not None:
-            raise InvalidRequestError("schedule() was called again before update()", param="step")
+            raise InvalidRequestError("schedule() was called again before update_from_output()", param="step")
         plan = StepPlan(self.token_budget)
         violations = self.counters.integrity_violations
         preempted = self._schedule_running(plan)
@@ -162,7 +162,9 @@ class Scheduler:
         self._in_flight = plan.freeze()
         return self._in_flight
 
-    def update(self, step: ScheduledStep, tokens: SequenceOf[int | SampleResult | None]) -> list[RequestOutput]:
+    def update_from_output(
+        self, step: SchedulerOutput, tokens: SequenceOf[int | SampleResult | None]
+    ) -> list[RequestOutput]:
         """Takes a computed step in, and returns what is new, terminal outputs of aborts included.
 
         Args:
@@ -170,7 +172,9 @@ class Scheduler:
             tokens: one for each scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
         """
         if step is not self._in_flight:
-            raise InvalidRequestError("update() was not given the step that schedule() returned last", param="step")
+            raise InvalidRequestError(
+                "update_from_output() was not given the step that schedule() returned last", param="step"
+            )
         if len(tokens) != len(step.sequences):
             raise InvalidRequestError(
                 f"{len(tokens)} results for {len(step.sequences)} scheduled sequences", param="tokens"
@@ -223,7 +227,7 @@ class Scheduler:
         # A decode takes one block at most: with that many free there is no need to ask for each.
         ample = self.block_manager.get_num_free_blocks() >= len(self._running)
         for sequence in list(self._running):
-            if sequence.num_tokens - sequence.cached_token_count > 1:
+            if sequence.num_tokens - sequence.num_computed_tokens > 1:
                 prompts.append(sequence)
             elif sequence.status is SequenceStatus.RUNNING:
                 self._schedule_decode(plan, sequence, ample)
@@ -250,10 +254,10 @@ class Scheduler:
         """The next chunk of a prompt half done: as much as the budget and the free blocks give, at least one token."""
         manager = self.block_manager
         try:
-            while (room := self._room(sequence)) <= sequence.cached_token_count:
+            while (room := self._room(sequence)) <= sequence.num_computed_tokens:
                 if self._preempt_newest(plan) is sequence:
                     return
-            end = min(room, self._chunk_end(plan, sequence, sequence.cached_token_count))
+            end = min(room, self._chunk_end(plan, sequence, sequence.num_computed_tokens))
             manager.allocate_for_prefill(sequence, end)
         except IntegrityError as error:
             self.contain(error, sequence)
@@ -276,7 +280,7 @@ class Scheduler:
         """Takes the blocks of the running sequence that came last, and puts it at the head of the queue."""
         victim = self._running.pop()
         plan.drop(victim)
-        victim.computed_high_water = max(victim.computed_high_water, victim.cached_token_count)
+        victim.computed_high_water = max(victim.computed_high_water, victim.num_computed_tokens)
         self._free(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
@@ -323,7 +327,7 @@ class Scheduler:
         return sum(
             max(0, manager.blocks_needed(sequence, sequence.num_tokens))
             for sequence in self._running
-            if sequence.num_tokens - sequence.cached_token_count > 1
+            if sequence.num_tokens - sequence.num_computed_tokens > 1
         )
 
     def _refusal(self, plan: StepPlan, sequence: Sequence, reserved_blocks: int) -> str | None:
@@ -356,7 +360,7 @@ class Scheduler:
         return max(0, manager.blocks_needed(sequence, sequence.num_tokens))
 
     def _count_hits(self, sequence: Sequence) -> None:
-        hits = sequence.cached_token_count
+        hits = sequence.num_computed_tokens
         if sequence.first_admission_hits is None:
             sequence.first_admission_hits = min(hits, sequence.num_prompt_tokens)
             if self.block_manager.enable_prefix_caching and not sequence.skip_prefix_lookup:
@@ -380,7 +384,7 @@ class Scheduler:
         if self._waiting.has_followers(sequence) and scheduled.end >= sequence.num_prompt_tokens:
             self._waiting.release_followers(sequence)
         if not scheduled.samples:
-            if sequence.max_generated_tokens == 0 and scheduled.end == sequence.num_tokens:
+            if sequence.max_output_tokens == 0 and scheduled.end == sequence.num_tokens:
                 self._end(sequence, FinishReason.LENGTH, prompt_logprobs=result.prompt_logprobs)
                 return None
             return self._output(sequence, result) if result.prompt_logprobs else None
@@ -409,10 +413,10 @@ class Scheduler:
         self.counters.recomputed_tokens += min(scheduled.sequence.computed_high_water, scheduled.end) - scheduled.start
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        num_generated = len(sequence.generated_token_ids)
+        num_generated = len(sequence.output_token_ids)
         if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
             return FinishReason.STOP
-        if sequence.max_generated_tokens is not None and num_generated >= sequence.max_generated_tokens:
+        if sequence.max_output_tokens is not None and num_generated >= sequence.max_output_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -433,7 +437,7 @@ class Scheduler:
         error: MinivllmError | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> None:
-        """Ends a sequence outside of a sampled token; its terminal output leaves with the next `update`."""
+        """Ends a sequence outside of a sampled token; its terminal output leaves with the next `update_from_output`."""
         output = self._output(sequence, SampleResult(error=error, prompt_logprobs=prompt_logprobs))
         output.error = error
         self._close(sequence, output, reason)
@@ -503,7 +507,7 @@ class Scheduler:
         if not params.ignore_eos:
             sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
         room = self.max_model_len - sequence.num_prompt_tokens
-        sequence.max_generated_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        sequence.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
 
 
 def _without_told_logprobs(result: SampleResult, num_recomputed: int) -> SampleResult:

@@ -91,7 +91,7 @@ def _fallbacks(stop: str) -> list[int]:
     return fallbacks
 
 
-class OutputText:
+class IncrementalDetokenizer:
     """The text of one sample, as it grows.
 
     Joined, the deltas' texts are `tokenizer.decode` of all generated ids, cut where a stop string begins (or ends, with

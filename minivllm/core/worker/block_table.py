@@ -1,4 +1,4 @@
-"""BlockTableRows: the block tables of running sequences as rows of an array, kept from step to step.
+"""BlockTable: the block tables of running sequences as rows of an array, kept from step to step.
 
 Copying every table anew costs more in a large batch than all other tensor building together, and from one step to the
 next a table only changes at its end: it grows, and a block that was filled in the last step may have been swapped for a
@@ -31,7 +31,7 @@ class _Row:
     settled: int
 
 
-class BlockTableRows:
+class BlockTable:
     """A row for each sequence that was in a step and has not been released.
 
     Args:

@@ -18,14 +18,14 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.models.backbone import ModelBody, TransformersBody, choose_body
 from minivllm.core.models.loader import default_num_threads, load_model
 from minivllm.core.native.memory import prefer_huge_pages
-from minivllm.core.native.prefault import PageToucher
+from minivllm.core.native.prefault import Prefaulter
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.sampler import Sampler, token_logprobs
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler.output import ScheduledSequence, ScheduledStep
+from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.worker import memory_profiling as memory
-from minivllm.core.worker.block_table import BlockTableRows
+from minivllm.core.worker.block_table import BlockTable
 from minivllm.core.worker.self_check import check_unproven
 
 __all__ = ["ModelInput", "ModelRunner"]
@@ -81,12 +81,12 @@ class ModelRunner:
         self.kv_cache = KVCachePool(self.kv_cache_spec, self._count_blocks(), self.device)
         prefer_huge_pages(self.kv_cache.tensor)
         self.num_blocks = self.kv_cache.num_blocks
-        self._block_table_rows = BlockTableRows(config.block_size, self.kv_cache.padding_block_id)
+        self._block_table = BlockTable(config.block_size, self.kv_cache.padding_block_id)
         check_unproven(self)
         longest = min(self.max_model_len, self.kv_cache.num_tokens)
         self.body = choose_body(config, self.model, self.attention, self.kv_cache, longest)
         # Last: nothing can fail any more and leave it behind.
-        self.page_toucher = PageToucher.start(self.kv_cache)
+        self.prefaulter = Prefaulter.start(self.kv_cache)
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
@@ -104,11 +104,11 @@ class ModelRunner:
 
     def release(self, sequence: Sequence) -> None:
         """Lets go of everything held for a sequence."""
-        self._block_table_rows.release(sequence)
+        self._block_table.release(sequence)
         self.sampler.release(sequence)
 
     @torch.inference_mode()
-    def execute(self, step: ScheduledStep) -> list[SampleResult]:
+    def execute(self, step: SchedulerOutput) -> list[SampleResult]:
         """Computes a step: K and V of its tokens are written, and a token is sampled where one is due.
 
         Returns:
@@ -141,7 +141,7 @@ class ModelRunner:
         for one in sequences:
             token_ids += one.sequence.token_ids(one.start, one.end)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], query_lens)
-        tables = self._block_table_rows.tables(sequences)
+        tables = self._block_table.tables(sequences)
         of_sequence = np.repeat(np.arange(len(sequences)), query_lens)
         block_size = self.config.block_size
         slots = tables[of_sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size

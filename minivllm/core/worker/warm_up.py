@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler.output import ScheduledSequence, ScheduledStep
+from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput
 from minivllm.core.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 def _step(runner: ModelRunner, sequences: list[Sequence]) -> None:
     """Computes all that is due of the sequences, and appends what was sampled."""
     scheduled = tuple(
-        ScheduledSequence(sequence, sequence.cached_token_count, sequence.num_tokens, samples=True)
+        ScheduledSequence(sequence, sequence.num_computed_tokens, sequence.num_tokens, samples=True)
         for sequence in sequences
     )
-    step = ScheduledStep(scheduled, sum(one.end - one.start for one in scheduled))
+    step = SchedulerOutput(scheduled, sum(one.end - one.start for one in scheduled))
     for one, result in zip(scheduled, runner.execute(step), strict=True):
-        one.sequence.cached_token_count = one.end
+        one.sequence.num_computed_tokens = one.end
         if result.token_id is not None:
             one.sequence.append_token(result.token_id)

@@ -55,5 +55,5 @@ def snapshot(manager: BlockManager, sequences: Iterable[Any] = ()) -> Any:
         free_order(manager),
         manager.get_num_free_blocks(),
         [(owner.state, tuple(owner.request_ids)) for owner in manager.owners()],
-        [(list(sequence.block_table), sequence.cached_token_count) for sequence in sequences],
+        [(list(sequence.block_table), sequence.num_computed_tokens) for sequence in sequences],
     )

@@ -146,7 +146,7 @@ def test_chunked_prefill_builds_the_same_block_table_as_one_prefill(caching: boo
     sequence = make_sequence("A", 18)
     for end in [*range(chunk, 18, chunk), 18]:
         prefill(manager, sequence, end)
-        assert sequence.cached_token_count == end
+        assert sequence.num_computed_tokens == end
         assert sequence.block_table == list(range(-(-end // 4)))
         manager.check_integrity()
     assert free_order(manager) == [5]
@@ -325,7 +325,7 @@ def test_freed_sequence_keeps_its_tokens_and_can_be_prefilled_again(caching: boo
     for token in (1, 2, 3):
         decode(manager, sequence, token)
     manager.free_sequence(sequence)
-    assert (sequence.block_table, sequence.cached_token_count, sequence.num_tokens) == ([], 0, 9)
+    assert (sequence.block_table, sequence.num_computed_tokens, sequence.num_tokens) == ([], 0, 9)
     manager.allocate_for_prefill(sequence, 9)
     assert len(sequence.block_table) == 3
     manager.mark_computed(sequence, 9)
@@ -430,22 +430,22 @@ def test_manager_accepts_any_object_with_the_block_sequence_fields(caching: bool
         return SimpleNamespace(
             request_id=request_id,
             prompt_token_ids=list(range(9)),
-            generated_token_ids=[],
+            output_token_ids=[],
             num_tokens=9,
             block_table=[],
-            cached_token_count=0,
+            num_computed_tokens=0,
         )
 
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=validate)
     one, two = plain("one"), plain("two")
     assert manager.can_admit(one)
     prefill(manager, one)
-    one.generated_token_ids.append(50)
+    one.output_token_ids.append(50)
     one.num_tokens = 10
     assert manager.append_slot_for_decode(one) == Slot(2, 1)
     manager.mark_computed(one, 10)
     manager.allocate_for_prefill(two, 9)
-    assert two.cached_token_count == (8 if caching else 0)
+    assert two.num_computed_tokens == (8 if caching else 0)
     manager.mark_computed(two, 9)
     manager.check_integrity()
     manager.free_sequence(one)
@@ -493,7 +493,7 @@ def tamper_missing_last_block(manager: BlockManager, one: Any, two: Any) -> None
 
 def tamper_cleared_block_table(manager: BlockManager, one: Any, two: Any) -> None:
     one.block_table.clear()
-    one.cached_token_count = 0
+    one.num_computed_tokens = 0
 
 
 def tamper_repeated_block(manager: BlockManager, one: Any, two: Any) -> None:
@@ -509,11 +509,11 @@ def tamper_negative_block_id(manager: BlockManager, one: Any, two: Any) -> None:
 
 
 def tamper_computed_count_too_high(manager: BlockManager, one: Any, two: Any) -> None:
-    one.cached_token_count = 9
+    one.num_computed_tokens = 9
 
 
 def tamper_computed_count_negative(manager: BlockManager, one: Any, two: Any) -> None:
-    one.cached_token_count = -1
+    one.num_computed_tokens = -1
 
 
 TAMPERINGS = [
@@ -594,4 +594,4 @@ def test_mark_computed_beyond_the_covered_tokens_raises(caching: bool, count: in
     manager.allocate_for_prefill(sequence, 6)
     with pytest.raises(ValueError, match="request-one"):
         manager.mark_computed(sequence, count)
-    assert sequence.cached_token_count == 0
+    assert sequence.num_computed_tokens == 0

@@ -51,7 +51,7 @@ class ReferenceModel:
         return sum(table.count(block) for table in self.tables.values()) + self.raw.count(block)
 
     def prefix(self, sequence: Sequence, end: int) -> Prefix:
-        return sequence.cache_salt, tuple([*sequence.prompt_token_ids, *sequence.generated_token_ids][:end])
+        return sequence.cache_salt, tuple([*sequence.prompt_token_ids, *sequence.output_token_ids][:end])
 
     def hits(self, sequence: Sequence, num_tokens: int) -> list[int]:
         block_of = {prefix: block for block, prefix in self.prefix_of.items()}
@@ -161,23 +161,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), chunk=st.integers(1, 9))
     def prefill_chunk(self, which: int, chunk: int) -> None:
         sequence = self.pick(which)
-        end = min(sequence.num_tokens, sequence.cached_token_count + chunk)
-        if end == sequence.cached_token_count:
+        end = min(sequence.num_tokens, sequence.num_computed_tokens + chunk)
+        if end == sequence.num_computed_tokens:
             return
         cost, free = self.model.cost(sequence, end), len(self.model.order)
         if cost > free:
-            before = (free_order(self.manager), list(sequence.block_table), sequence.cached_token_count)
+            before = (free_order(self.manager), list(sequence.block_table), sequence.num_computed_tokens)
             with pytest.raises(NoFreeBlocksError):
                 self.manager.allocate_for_prefill(sequence, end)
-            assert (free_order(self.manager), list(sequence.block_table), sequence.cached_token_count) == before
+            assert (free_order(self.manager), list(sequence.block_table), sequence.num_computed_tokens) == before
             return
         was_empty = not sequence.block_table
         self.note_covered_tokens(sequence, end)
         hit_tokens = self.model.cover(sequence, end)
         self.manager.allocate_for_prefill(sequence, end)
         if was_empty:
-            assert sequence.cached_token_count == hit_tokens
-        assert sequence.cached_token_count < end
+            assert sequence.num_computed_tokens == hit_tokens
+        assert sequence.num_computed_tokens < end
         assert sequence.block_table == self.model.tables[sequence.request_id]
 
     @precondition(lambda self: any(sequence.block_table for sequence in self.sequences.values()))
@@ -186,10 +186,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """Marks none, a share or all of the covered tokens as computed."""
         sequence = self.pick(which, [sequence for sequence in self.sequences.values() if sequence.block_table])
         covered = min(self.covered(sequence), sequence.num_tokens)
-        end = sequence.cached_token_count + (covered - sequence.cached_token_count) * share // 4
+        end = sequence.num_computed_tokens + (covered - sequence.num_computed_tokens) * share // 4
         self.model.publish(sequence, end)
         self.manager.mark_computed(sequence, end)
-        assert sequence.cached_token_count == end
+        assert sequence.num_computed_tokens == end
 
     def covered(self, sequence: Sequence) -> int:
         """Tokens that the allocations cover; `mark_computed` beyond them raises."""
@@ -199,10 +199,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         known = self.covered_tokens.get(sequence.request_id, 0)
         self.covered_tokens[sequence.request_id] = max(known, num_tokens) if sequence.block_table else num_tokens
 
-    @precondition(lambda self: any(s.cached_token_count == s.num_tokens for s in self.sequences.values()))
+    @precondition(lambda self: any(s.num_computed_tokens == s.num_tokens for s in self.sequences.values()))
     @rule(which=st.integers(0, 99), token=st.integers(0, 1))
     def decode(self, which: int, token: int) -> None:
-        ready = [s for s in self.sequences.values() if s.cached_token_count == s.num_tokens]
+        ready = [s for s in self.sequences.values() if s.num_computed_tokens == s.num_tokens]
         sequence = self.pick(which, ready)
         sequence.append_token(token)
         needed = self.model.needed(sequence.block_table, sequence.num_tokens)
@@ -228,7 +228,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = self.pick(which)
         self.model.release(sequence)
         self.manager.free_sequence(sequence)
-        assert (sequence.block_table, sequence.cached_token_count) == ([], 0)
+        assert (sequence.block_table, sequence.num_computed_tokens) == ([], 0)
 
     @precondition(lambda self: self.sequences)
     @rule(which=st.integers(0, 99))
@@ -286,7 +286,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not sequence.block_table:
             cost = self.model.cost(sequence, sequence.num_tokens)
             assert self.manager.can_admit(sequence) is self.model.fits(cost)
-        decoding = [s for s in self.sequences.values() if s.block_table and s.cached_token_count == s.num_tokens - 1]
+        decoding = [s for s in self.sequences.values() if s.block_table and s.num_computed_tokens == s.num_tokens - 1]
         wanted = sum(self.model.needed(s.block_table, s.num_tokens) for s in decoding)
         assert self.manager.can_append_slots(decoding) is (wanted <= len(self.model.order))
 
@@ -321,8 +321,8 @@ class CollisionMachine(BlockManagerMachine):
     @rule(which=st.integers(0, 99), chunk=st.integers(1, 9))
     def prefill_chunk(self, which: int, chunk: int) -> None:
         sequence = self.pick(which)
-        end = min(sequence.num_tokens, sequence.cached_token_count + chunk)
-        if end == sequence.cached_token_count:
+        end = min(sequence.num_tokens, sequence.num_computed_tokens + chunk)
+        if end == sequence.num_computed_tokens:
             return
         was_empty = not sequence.block_table
         covered_before = dict(self.covered_tokens)
@@ -333,7 +333,7 @@ class CollisionMachine(BlockManagerMachine):
             self.covered_tokens = covered_before
             return
         if was_empty:
-            hits = sequence.cached_token_count // self.model.block_size
+            hits = sequence.num_computed_tokens // self.model.block_size
             for index, block in enumerate(sequence.block_table[:hits]):
                 end_of_block = (index + 1) * self.model.block_size
                 assert self.written[block] == self.model.prefix(sequence, end_of_block), "the hit is of another prefix"
@@ -347,7 +347,7 @@ class CollisionMachine(BlockManagerMachine):
     def compute(self, which: int, share: int) -> None:
         sequence = self.pick(which, [sequence for sequence in self.sequences.values() if sequence.block_table])
         covered = min(self.covered(sequence), sequence.num_tokens)
-        start = sequence.cached_token_count
+        start = sequence.num_computed_tokens
         end = start + (covered - start) * share // 4
         size = self.model.block_size
         for index in range(start // size, end // size):
@@ -356,10 +356,10 @@ class CollisionMachine(BlockManagerMachine):
         for index in range(end // size):
             assert self.written[sequence.block_table[index]] == self.model.prefix(sequence, (index + 1) * size)
 
-    @precondition(lambda self: any(s.cached_token_count == s.num_tokens for s in self.sequences.values()))
+    @precondition(lambda self: any(s.num_computed_tokens == s.num_tokens for s in self.sequences.values()))
     @rule(which=st.integers(0, 99), token=st.integers(0, 1))
     def decode(self, which: int, token: int) -> None:
-        sequence = self.pick(which, [s for s in self.sequences.values() if s.cached_token_count == s.num_tokens])
+        sequence = self.pick(which, [s for s in self.sequences.values() if s.num_computed_tokens == s.num_tokens])
         sequence.append_token(token)
         if self.manager.can_append_slot(sequence):
             self.note_covered_tokens(sequence, sequence.num_tokens)

@@ -29,7 +29,7 @@ def hits(manager: BlockManager, prompt: list[int], **details: Any) -> int:
     probe = Sequence("probe", prompt, SamplingParams(), **details)
     twin.allocate_for_prefill(probe, len(prompt))
     twin.check_integrity()
-    return probe.cached_token_count
+    return probe.num_computed_tokens
 
 
 def run_once(manager: BlockManager, request_id: str, prompt: list[int], **details: Any) -> Sequence:
@@ -48,7 +48,7 @@ def test_repeated_prompt_of_17_tokens_hits_its_full_block_of_16() -> None:
     run_once(manager, "first", prompt)
     second = Sequence("second", prompt, SamplingParams())
     manager.allocate_for_prefill(second, 17)
-    assert second.cached_token_count == 16
+    assert second.num_computed_tokens == 16
     assert len(second.block_table) == 2
 
 
@@ -59,7 +59,7 @@ def test_fully_cached_prompt_leaves_at_least_one_token_to_compute() -> None:
     assert sum(owner.state == "cached" for owner in manager.owners()) == 3
     second = Sequence("second", prompt, SamplingParams())
     manager.allocate_for_prefill(second, 48)
-    assert 32 <= second.cached_token_count <= 47
+    assert 32 <= second.num_computed_tokens <= 47
     assert len(second.block_table) == 3
     manager.check_integrity()
     manager.mark_computed(second, 48)
@@ -102,7 +102,7 @@ def test_preempted_sequence_hits_its_own_cached_blocks() -> None:
     decode(manager, sequence, 1)
     manager.free_sequence(sequence)
     manager.allocate_for_prefill(sequence, 11)
-    assert sequence.cached_token_count == 8
+    assert sequence.num_computed_tokens == 8
     assert sequence.block_table[:2] == [0, 1]
 
 
@@ -120,7 +120,7 @@ def test_prefix_is_matched_only_for_the_first_chunk() -> None:
     prefill(manager, slow, 2)
     run_once(manager, "fast", [*prompt, 50])
     manager.allocate_for_prefill(slow, 12)
-    assert slow.cached_token_count == 2
+    assert slow.num_computed_tokens == 2
     manager.mark_computed(slow, 12)
     manager.check_integrity()
 
@@ -132,7 +132,7 @@ def test_first_chunk_inside_the_cached_prefix_leaves_a_token_to_compute() -> Non
     second = Sequence("second", prompt, SamplingParams())
     manager.allocate_for_prefill(second, 6)
     assert len(second.block_table) == 2
-    assert second.cached_token_count < 6
+    assert second.num_computed_tokens < 6
     manager.check_integrity()
     manager.allocate_for_prefill(second, 12)
     manager.mark_computed(second, 12)
@@ -153,7 +153,7 @@ def test_request_with_prompt_logprobs_skips_the_prefix_cache() -> None:
     run_once(manager, "first", prompt)
     probe = Sequence("probe", prompt, SamplingParams(prompt_logprobs=0))
     manager.allocate_for_prefill(probe, 9)
-    assert probe.cached_token_count == 0
+    assert probe.num_computed_tokens == 0
     assert not {0, 1} & set(probe.block_table)
     manager.mark_computed(probe, 9)
     manager.check_integrity()
@@ -272,7 +272,7 @@ def test_fully_cached_prompt_is_admitted_to_a_pool_of_its_own_size() -> None:
     second = Sequence("second", prompt, SamplingParams())
     assert manager.can_admit(second)
     manager.allocate_for_prefill(second, 8)
-    assert 4 <= second.cached_token_count <= 7
+    assert 4 <= second.num_computed_tokens <= 7
     manager.mark_computed(second, 8)
     manager.check_integrity()
     manager.free_sequence(second)

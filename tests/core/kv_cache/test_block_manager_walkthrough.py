@@ -92,17 +92,17 @@ def test_prompt_and_output_tokens_fill_the_block_table_in_order(caching: bool) -
     manager = manager_with_free_order([10, 3, 6, 2], 4, enable_prefix_caching=caching, validate=True)
     sequence = make_sequence("request", [ord(letter) for letter in "ABCDEF"])
     assert sequence.block_table == []
-    assert sequence.cached_token_count == 0
+    assert sequence.num_computed_tokens == 0
 
     manager.allocate_for_prefill(sequence, 6)
     assert sequence.block_table == [10, 3]
     assert list(manager.slot_mapping(sequence, 0, 6)) == [40, 41, 42, 43, 12, 13]
-    assert sequence.cached_token_count == 0, "no token is computed before the model has run"
+    assert sequence.num_computed_tokens == 0, "no token is computed before the model has run"
 
     manager.mark_computed(sequence, 6)
     sequence.append_token(ord("G"))
-    assert (sequence.cached_token_count, sequence.num_tokens) == (6, 7)
-    assert sequence.generated_token_ids == [ord("G")]
+    assert (sequence.num_computed_tokens, sequence.num_tokens) == (6, 7)
+    assert sequence.output_token_ids == [ord("G")]
     assert sequence.last_token_id == ord("G")
 
     assert manager.append_slot_for_decode(sequence) == Slot(3, 2)
@@ -143,7 +143,7 @@ def test_free_sequence_returns_its_blocks_last_block_first(caching: bool) -> Non
     manager.allocate_for_prefill(sequence, 40)
     manager.free_sequence(sequence)
     assert sequence.block_table == []
-    assert sequence.cached_token_count == 0
+    assert sequence.num_computed_tokens == 0
     assert free_order(manager) == [5, 7, 1, 8, 3]
 
 

@@ -827,11 +827,11 @@ def test_scheduler_runs_without_an_engine() -> None:
     [scheduled] = step.sequences
     assert (scheduled.start, scheduled.end, scheduled.samples, step.num_tokens) == (0, 5, True, 5)
     assert [sequence.request_id for sequence in scheduler.running] == ["one"]
-    [output] = scheduler.update(step, [7])
+    [output] = scheduler.update_from_output(step, [7])
     assert (output.new_token_ids, output.finished) == ([7], False)
     step = scheduler.schedule()
     assert [(one.start, one.end) for one in step.sequences] == [(5, 6)]
-    [output] = scheduler.update(step, [8])
+    [output] = scheduler.update_from_output(step, [8])
     assert (output.new_token_ids, output.finish_reason) == ([8], FinishReason.LENGTH)
     assert manager.get_num_free_blocks() == 8
     assert scheduler.schedule().sequences == ()
@@ -868,7 +868,7 @@ def test_abort_during_a_step_frees_the_blocks_after_the_step() -> None:
     scheduler.abort("one")
     scheduler.abort("one")
     assert scheduler.block_manager.get_num_free_blocks() == 5, "the running step still writes to its blocks"
-    news = scheduler.update(step, [9, 9])
+    news = scheduler.update_from_output(step, [9, 9])
     assert len(news) == 2
     outputs = {output.request_id: output for output in news}
     assert (outputs["one"].finish_reason, outputs["one"].new_token_ids) == (FinishReason.ABORT, [])
@@ -884,10 +884,10 @@ def test_each_step_is_updated_once_with_one_result_per_sequence() -> None:
     with pytest.raises(ValueError, match="schedule"):
         scheduler.schedule()
     with pytest.raises(ValueError, match="2 results"):
-        scheduler.update(step, [1, 2])
-    scheduler.update(step, [1])
+        scheduler.update_from_output(step, [1, 2])
+    scheduler.update_from_output(step, [1])
     with pytest.raises(ValueError, match="update"):
-        scheduler.update(step, [1])
+        scheduler.update_from_output(step, [1])
     scheduler.block_manager.check_integrity()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minivllm.core.outputs import TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
-from minivllm.core.text.detokenizer import OutputText, StopStrings, TextDelta
+from minivllm.core.text.detokenizer import IncrementalDetokenizer, StopStrings, TextDelta
 from minivllm.core.text.incremental_decoding import ByteLevelDecoder, PieceDecoder, WindowDecoder
 from minivllm.core.text.tokenizer import Tokenizer
 from tests.core.text.text_kinds import KINDS, TEXTS, tokenizer_of
@@ -37,9 +37,9 @@ def parts_of(token_ids: list[int], seed: int) -> list[list[int]]:
 
 def run(
     tokenizer: Tokenizer, sampling: SamplingParams, parts: list[list[int]], end: FinishReason = FinishReason.LENGTH
-) -> tuple[OutputText, list[TextDelta]]:
+) -> tuple[IncrementalDetokenizer, list[TextDelta]]:
     """Pushes all parts, the last one with the finish reason `end`; stops early once a stop string is found."""
-    output, deltas = OutputText(tokenizer, sampling), []
+    output, deltas = IncrementalDetokenizer(tokenizer, sampling), []
     for place, part in enumerate(parts or [[]]):
         logprobs = [TokenLogprobs(token, -1.0) for token in part] if sampling.logprobs is not None else None
         is_last = place == max(len(parts) - 1, 0)
@@ -243,7 +243,7 @@ def test_stop_string_that_ends_first_wins(text: str, stops: tuple[str, ...], exp
 
 
 def test_partial_stop_string_is_held_back_until_it_cannot_complete() -> None:
-    output = OutputText(tokenizer_of("byte_level"), params(stop=("STOP",)))
+    output = IncrementalDetokenizer(tokenizer_of("byte_level"), params(stop=("STOP",)))
     texts = [output.push([token]).text for token in byte_tokens("a STO! STO")]
     assert texts == ["a", " ", "", "", "", "STO!", " ", "", "", ""]
     assert output.push([], finish_reason=FinishReason.LENGTH).text == "STO"
@@ -280,7 +280,7 @@ def test_stop_strings_are_ignored_until_min_tokens() -> None:
 def test_stop_token_counts_as_usage_and_its_text_is_shown_only_on_request(included: bool, expected: str) -> None:
     token_ids = byte_tokens("abc")
     sampling = params(stop_token_ids=(token_ids[-1],), include_stop_str_in_output=included)
-    output = OutputText(tokenizer_of("byte_level"), sampling)
+    output = IncrementalDetokenizer(tokenizer_of("byte_level"), sampling)
     output.push(token_ids[:2])
     output.push(token_ids[2:], finish_reason=FinishReason.STOP, stop_token_id=token_ids[-1])
     assert output.text == expected
@@ -294,7 +294,7 @@ def test_eos_text_follows_skip_special_tokens(skip: bool, expected: str) -> None
     tokenizer = tokenizer_of("byte_level")
     eos = tokenizer.eos_token_id
     assert eos is not None
-    output = OutputText(tokenizer, params(skip_special_tokens=skip))
+    output = IncrementalDetokenizer(tokenizer, params(skip_special_tokens=skip))
     output.push([*byte_tokens("ab"), eos], finish_reason=FinishReason.STOP, stop_token_id=eos)
     assert output.text == expected
     assert output.token_ids[-1] == eos
@@ -302,7 +302,7 @@ def test_eos_text_follows_skip_special_tokens(skip: bool, expected: str) -> None
 
 
 def test_empty_output_ends_with_one_empty_delta() -> None:
-    output = OutputText(tokenizer_of("llama"), params())
+    output = IncrementalDetokenizer(tokenizer_of("llama"), params())
     delta = output.push([], finish_reason=FinishReason.ABORT)
     assert delta == TextDelta(finish_reason=FinishReason.ABORT)
     assert bool(delta)

@@ -31,7 +31,7 @@ from minivllm.core.attention.reference import ReferenceBackend
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models import support as architecture
-from minivllm.core.models.lm_head import LogitsHead
+from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.loader import load_model
 from minivllm.core.worker import self_check
 from minivllm.core.worker.model_runner import ModelRunner
@@ -156,7 +156,7 @@ def test_self_check_rejects_a_sliding_window_that_is_not_applied(
 
 def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     UNPROVEN["granite"]().save_pretrained(tmp_path)
-    monkeypatch.setattr(LogitsHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
+    monkeypatch.setattr(LMHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
     with pytest.raises(ModelLoadError, match=r"granite.*a treatment of its logits"):
         load_model(dummy(tmp_path))
 

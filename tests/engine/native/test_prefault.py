@@ -1,4 +1,4 @@
-"""PageToucher: makes the pages of the KV pool resident in the background without changing their contents."""
+"""Prefaulter: makes the pages of the KV pool resident in the background without changing their contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.native import library
-from minivllm.core.native.prefault import PageToucher
+from minivllm.core.native.prefault import Prefaulter
 from minivllm.core.worker import memory_profiling as memory
 
 SPEC = KVCacheSpec(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
@@ -30,8 +30,8 @@ def pool_of(mebibytes: int) -> KVCachePool:
     return KVCachePool(SPEC, mebibytes * 2**20 // BLOCK_BYTES, CPU)
 
 
-def started(pool: KVCachePool) -> PageToucher:
-    toucher = PageToucher.start(pool)
+def started(pool: KVCachePool) -> Prefaulter:
+    toucher = Prefaulter.start(pool)
     assert toucher is not None
     return toucher
 
@@ -86,13 +86,13 @@ def test_deleting_the_pool_stops_the_thread() -> None:
 
 def test_missing_library_disables_page_touching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.core.native.prefault.library", lambda: None)
-    assert PageToucher.start(pool_of(1)) is None
+    assert Prefaulter.start(pool_of(1)) is None
 
 
 def test_pool_close_to_the_available_memory_disables_page_touching(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     pool = pool_of(64)
     monkeypatch.setattr("minivllm.core.native.prefault.available_bytes", lambda: 70 * 2**20)
-    assert PageToucher.start(pool) is None
+    assert Prefaulter.start(pool) is None
     assert "it gets them as it needs them" in caplog.text
 
 

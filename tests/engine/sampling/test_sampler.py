@@ -252,7 +252,7 @@ def test_token_frequencies_match_the_filtered_distribution(params: dict[str, Any
             sequence(f"{number}-{row}", seed=3 if fixed else number * rows + row, **params) for row in range(rows)
         ]
         for row, one in enumerate(sequences):
-            one.generated_token_ids = [5] * (number * rows + row if fixed else 0)
+            one.output_token_ids = [5] * (number * rows + row if fixed else 0)
         results = sampler_for(*sequences, vocab=vocab).sample(row_logits.expand(rows, -1), sequences)
         counts += np.bincount([token or 0 for token in tokens(results)], minlength=vocab)
     assert counts[probabilities == 0].sum() == 0

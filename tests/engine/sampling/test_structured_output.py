@@ -66,7 +66,7 @@ def drive(
             assert result.error is None, result.error
             assert result.token_id is not None
             if result.token_id == EOS:
-                ended[one.request_id] = one.generated_token_ids
+                ended[one.request_id] = one.output_token_ids
                 live.remove(one)
                 sampler.release(one)
             else:

@@ -1,4 +1,4 @@
-"""BlockTableRows: the rows kept between steps equal the block tables of the sequences."""
+"""BlockTable: the rows kept between steps equal the block tables of the sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.scheduler import ScheduledSequence
 from minivllm.core.sequence import Sequence
-from minivllm.core.worker.block_table import BlockTableRows
+from minivllm.core.worker.block_table import BlockTable
 
 BLOCK_SIZE = 4
 PADDING = 999
@@ -55,7 +55,7 @@ class Lifecycle:
 
 def test_rows_follow_the_block_tables_of_a_random_workload() -> None:
     rng = random.Random(0)
-    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    rows = BlockTable(BLOCK_SIZE, PADDING)
     lifecycles = {f"r{number}": Lifecycle(f"r{number}", rng) for number in range(20)}
     for _ in range(600):
         batch = rng.sample(list(lifecycles.values()), rng.randrange(1, len(lifecycles)))
@@ -72,7 +72,7 @@ def test_rows_follow_the_block_tables_of_a_random_workload() -> None:
 
 def test_release_frees_the_row_of_a_sequence() -> None:
     rng = random.Random(0)
-    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    rows = BlockTable(BLOCK_SIZE, PADDING)
     for number in range(500):
         lifecycle = Lifecycle(f"r{number}", rng)
         rows.tables([lifecycle.schedule()])
@@ -84,7 +84,7 @@ def test_release_frees_the_row_of_a_sequence() -> None:
 
 def test_releasing_an_old_sequence_keeps_the_row_of_a_new_one_with_its_id() -> None:
     rng = random.Random(0)
-    rows = BlockTableRows(BLOCK_SIZE, PADDING)
+    rows = BlockTable(BLOCK_SIZE, PADDING)
     old, new = Lifecycle("r", rng), Lifecycle("r", rng)
     rows.tables([old.schedule()])
     scheduled = [new.schedule()]

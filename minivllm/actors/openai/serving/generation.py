@@ -17,7 +17,7 @@ from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
-from minivllm.core.text.detokenizer import OutputText
+from minivllm.core.text.detokenizer import IncrementalDetokenizer
 
 
 class EngineApi(Protocol):
@@ -57,7 +57,7 @@ class _PromptState:
 
     request: GenerateRequest
     first_index: int
-    texts: list[OutputText]
+    texts: list[IncrementalDetokenizer]
     open_samples: set[int]
     ended_early: bool = False
     cached_tokens: int = 0
@@ -95,7 +95,7 @@ class Generation:
         prompts: list[Prompt],
         params: SamplingParams,
         *,
-        new_text: Callable[[], OutputText],
+        new_text: Callable[[], IncrementalDetokenizer],
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:

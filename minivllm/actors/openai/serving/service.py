@@ -19,7 +19,7 @@ from minivllm.actors.openai.serving.generation import EngineApi, Generation, Pro
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot
 from minivllm.core.errors import EngineDeadError, InvalidRequestError, MinivllmError
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.text.detokenizer import OutputText
+from minivllm.core.text.detokenizer import IncrementalDetokenizer
 from minivllm.core.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -196,7 +196,7 @@ class GenerationService:
             answer_id,
             prompts,
             params,
-            new_text=lambda: OutputText(self.tokenizer, params),
+            new_text=lambda: IncrementalDetokenizer(self.tokenizer, params),
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
         )
