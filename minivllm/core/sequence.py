@@ -46,6 +46,7 @@ class Sequence:
         "arrival_time",
         "block_hashes",
         "block_table",
+        "block_table_row",
         "cache_salt",
         "computed_high_water",
         "finish_reason",
@@ -62,6 +63,7 @@ class Sequence:
         "priority",
         "prompt_token_ids",
         "request_id",
+        "sampler_state",
         "sampling_params",
         "skip_prefix_lookup",
         "status",
@@ -99,6 +101,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.block_hashes: list[Any] = []
+        # Written by the worker only: the sampler's state, and the row of the worker's BlockTable.
+        self.sampler_state: Any = None
+        self.block_table_row: Any = None
         # Log probabilities of the prompt need its logits, so its tokens must be computed, not found.
         self.skip_prefix_lookup = sampling_params.prompt_logprobs is not None
         # The scheduler's side: what ends the sequence, and how its waits and preemptions went.

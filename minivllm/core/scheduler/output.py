@@ -19,7 +19,7 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """What one step computes. The block tables of its sequences cover every `end` and do not change until `update_from_output`."""
+    """What one step computes. Block tables cover every `end` and do not change until `update_from_output`."""
 
     sequences: tuple[ScheduledSequence, ...]
     num_tokens: int

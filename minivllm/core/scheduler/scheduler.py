@@ -46,8 +46,8 @@ BYPASS_LOOKAHEAD = 8
 class Scheduler:
     """The queues, and the only caller of the block manager.
 
-    Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort` may come at any
-    time between; an abort while a step is out takes effect in its `update_from_output`.
+    Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort`
+    may be called at any time between; an abort while a step is computed takes effect in `update_from_output`.
 
     Args:
         config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
