@@ -1,8 +1,8 @@
 """BlockManager: block tables, slots and admission checks over one pool of physical blocks.
 
-Questions (`can_*`, `admission_refusal`) change nothing. Allocations are all or nothing. The manager has no
-tensors. Of a sequence it reads `request_id`, `block_table`, `num_computed_tokens`, `num_tokens` and the token ids. Token i of a
-sequence is in block `block_table[i // block_size]` at offset `i % block_size`.
+Questions (`can_*`, `admission_refusal`) change nothing. Allocations are all or nothing. Of a sequence the manager reads
+`request_id`, `block_table`, `num_computed_tokens`, `num_tokens` and the token ids. Token i of a sequence is in block
+`block_table[i // block_size]` at offset `i % block_size`.
 
 The block table is vLLM's (PagedAttention); the owner table that a debug build checks every release against is an idea
 of the article this system follows.
