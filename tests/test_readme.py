@@ -1,4 +1,4 @@
-"""README.md matches the code: names, defaults and examples."""
+"""README.md and docs/ match the code: names, defaults and examples."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from tests.conftest import Served
 ROOT = Path(__file__).parents[1]
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 README = (ROOT / "README.md").read_text()
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def code_blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def as_written(value: Any) -> str:
@@ -40,7 +42,7 @@ def as_written(value: Any) -> str:
 
 
 def test_configuration_tables_list_every_argument_with_its_default() -> None:
-    section = README.split("\n## Configuration\n")[1].split("\n## ")[0]
+    section = CONFIGURATION.split("\n## Settings\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
     expected = [
         (name, as_written(field.get_default(call_default_factory=True))) for name, field in AppArgs.model_fields.items()
@@ -49,7 +51,7 @@ def test_configuration_tables_list_every_argument_with_its_default() -> None:
 
 
 def test_yaml_examples_use_existing_arguments() -> None:
-    examples = code_blocks("yaml")
+    examples = code_blocks("yaml") + code_blocks("yaml", CONFIGURATION)
     assert examples
     for example in examples:
         for application in yaml.safe_load(example)["applications"]:
@@ -110,15 +112,20 @@ def test_python_examples_run_without_errors(source: str, served: Served) -> None
         assert "Paris" in done.stdout
 
 
-def test_links_point_to_existing_files() -> None:
-    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", README)
+def test_readme_has_fewer_than_200_lines() -> None:
+    assert README.count("\n") < 200
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "docs/operations.md", "docs/benchmarks.md"])
+def test_links_point_to_existing_files(name: str) -> None:
+    page = ROOT / name
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)\)", page.read_text())
     assert targets
-    missing = [target for target in targets if not (ROOT / target).exists()]
-    assert not missing
+    assert not [target for target in targets if not (page.parent / target).exists()]
 
 
 def test_documented_handle_calls_return_values(served: Served) -> None:
-    section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
+    section = OPERATIONS.split("\n## Health, metrics and the state of the KV cache\n")[1].split("\n## ")[0]
     questions = re.findall(r"^\| `((?:handle|serve)\..*?)` \|", section, flags=re.MULTILINE)
     assert len(questions) == 3
     for question in questions:
@@ -126,12 +133,12 @@ def test_documented_handle_calls_return_values(served: Served) -> None:
 
 
 def test_documented_metrics_are_exported() -> None:
-    named = set(re.findall(r"`(minivllm_\w+)`", README))
+    named = set(re.findall(r"`(minivllm_\w+)`", OPERATIONS))
     exported = render_prometheus(EngineSnapshot(EngineStats()))
     assert named
     assert not [name for name in named if not re.search(rf"^{name}(?:\{{| )", exported, flags=re.MULTILINE)]
 
 
 def test_every_rejection_reason_is_documented() -> None:
-    section = README.split("\n## What it tells of itself\n")[1].split("\n## ")[0]
+    section = OPERATIONS.split("\n## Why a request waits or is rejected\n")[1].split("\n## ")[0]
     assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(REJECTION_REASONS)
