@@ -44,28 +44,41 @@ struct RowPointers {
     }
 };
 
-template <int ROWS>
+// The k-th number of each of 16 columns: of 4 bytes, or of 2 bfloat16.
+template <bool BYTES>
+MINIVLLM_INLINE f32x16 weight_of(u32x16 column_words, int k) {
+    if (BYTES) return __builtin_convertvector((i32x16)(column_words << (24 - 8 * k)) >> 24, f32x16);
+    return k == 0 ? first_of_pairs(column_words) : second_of_pairs(column_words);
+}
+
+template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
                                                      int64_t depth, Fetch fetch, float* tile) {
+    constexpr int STEP = BYTES ? 4 : 2;
     f32x16 sums[ROWS][2] = {};
     RowPointers<ROWS> rows(words, stride);
-    for (int64_t pair = 0; pair < depth / 2; ++pair) {
-        const u32x16 left = load<u32x16>(panel), right = load<u32x16>(panel + 64);
-        const f32x16 left_even = first_of_pairs(left), left_odd = second_of_pairs(left);
-        const f32x16 right_even = first_of_pairs(right), right_odd = second_of_pairs(right);
+    for (int64_t step = 0; step < depth / STEP; ++step) {
+        const u32x16 left_words = load<u32x16>(panel), right_words = load<u32x16>(panel + 64);
+        f32x16 left[STEP], right[STEP];
+#pragma GCC unroll 4
+        for (int k = 0; k < STEP; ++k) {
+            left[k] = weight_of<BYTES>(left_words, k);
+            right[k] = weight_of<BYTES>(right_words, k);
+        }
         panel += 128;
         if (fetch.lines > 0) prefetch_far(fetch.address);
         if (fetch.lines > 1) prefetch_far(fetch.address + 64);
         fetch.address += 64 * fetch.lines;
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const f32x16 even = (f32x16)splat_word(rows.word(row, 0)), odd = (f32x16)splat_word(rows.word(row, 1));
-            sums[row][0] += even * left_even;
-            sums[row][1] += even * right_even;
-            sums[row][0] += odd * left_odd;
-            sums[row][1] += odd * right_odd;
+#pragma GCC unroll 4
+            for (int k = 0; k < STEP; ++k) {
+                const f32x16 activation = (f32x16)splat_word(rows.word(row, k));
+                sums[row][0] += activation * left[k];
+                sums[row][1] += activation * right[k];
+            }
         }
-        rows.advance(2);
+        rows.advance(STEP);
     }
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {
@@ -197,8 +210,10 @@ inline void multiply_block(const Linear& linear, const Activations& input, int64
                            Fetch fetch, float* tile) {
     const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
     const uint32_t* words = input.words + first * input.stride;
-    if (linear.format == Format::Float) {
-        multiply_float<ROWS>(words, input.stride, data, linear.depth, fetch, tile);
+    if (takes_floats(linear.format)) {
+        const bool bytes = linear.format == Format::Int8;
+        const auto multiply_panel_words = bytes ? multiply_float<true, ROWS> : multiply_float<false, ROWS>;
+        multiply_panel_words(words, input.stride, data, linear.depth, fetch, tile);
         return;
     }
 #if defined(__AVX512VNNI__)
