@@ -114,6 +114,12 @@ def test_8_bits_are_close_to_float32_on_every_cpu(name, limit, int8_cpu, folders
     assert largest_error(run, folders[name]) < limit
 
 
+def test_8_bits_leave_the_embedding_of_a_tied_model_as_it_is(int8_cpu, tmp_path):
+    config = LlamaConfig(**{**TINY["llama"]().to_dict(), "tie_word_embeddings": True, "architectures": None})
+    run = run_prompts(settings(save_tiny(config, tmp_path), quantization="int8"))
+    assert largest_error(run, tmp_path) < TOLERANCE["int8"]
+
+
 @pytest.mark.parametrize("quantize", [TorchInt8Projection, partial(PackedProjection, number_format=NumberFormat.INT8)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_8_bit_row_does_not_depend_on_the_other_rows(bias, quantize, monkeypatch):
