@@ -44,46 +44,47 @@ struct RowPointers {
     }
 };
 
-// The k-th number of each of 16 columns: of 4 bytes, or of 2 bfloat16.
+// The k-th number in the word of each column: of 4 bytes, or of 2 bfloat16.
 template <bool BYTES>
-MINIVLLM_INLINE f32x16 weight_of(u32x16 column_words, int k) {
-    if (BYTES) return __builtin_convertvector((i32x16)(column_words << (24 - 8 * k)) >> 24, f32x16);
-    return k == 0 ? first_of_pairs(column_words) : second_of_pairs(column_words);
+MINIVLLM_INLINE RegisterFloats weight_of(RegisterWords words, int k) {
+    if (BYTES) return __builtin_convertvector((RegisterInts)(words << (24 - 8 * k)) >> 24, RegisterFloats);
+    return (RegisterFloats)(k == 0 ? words << 16 : words & 0xffff0000u);
 }
 
+// tile = the products of ROWS rows with a panel, two registers of columns at a time.
 template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
                                                      int64_t depth, Fetch fetch, float* tile) {
     constexpr int STEP = BYTES ? 4 : 2;
-    f32x16 sums[ROWS][2] = {};
-    RowPointers<ROWS> rows(words, stride);
-    for (int64_t step = 0; step < depth / STEP; ++step) {
-        const u32x16 left_words = load<u32x16>(panel), right_words = load<u32x16>(panel + 64);
-        f32x16 left[STEP], right[STEP];
-#pragma GCC unroll 4
-        for (int k = 0; k < STEP; ++k) {
-            left[k] = weight_of<BYTES>(left_words, k);
-            right[k] = weight_of<BYTES>(right_words, k);
-        }
-        panel += 128;
-        if (fetch.lines > 0) prefetch_far(fetch.address);
-        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-        fetch.address += 64 * fetch.lines;
-#pragma GCC unroll 12
-        for (int row = 0; row < ROWS; ++row) {
+    for (int column = 0; column < PANEL; column += 2 * REGISTER_LANES) {
+        RegisterFloats sums[ROWS][2] = {};
+        RowPointers<ROWS> rows(words, stride);
+        const char* source = panel + column * 4;
+        for (int64_t step = 0; step < depth / STEP; ++step) {
+            const RegisterWords left = load<RegisterWords>(source);
+            const RegisterWords right = load<RegisterWords>(source + REGISTER_LANES * 4);
+            source += 128;
+            if (fetch.lines > 0) prefetch_far(fetch.address);
+            if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+            fetch.address += 64 * fetch.lines;
 #pragma GCC unroll 4
             for (int k = 0; k < STEP; ++k) {
-                const f32x16 activation = (f32x16)splat_word(rows.word(row, k));
-                sums[row][0] += activation * left[k];
-                sums[row][1] += activation * right[k];
-            }
-        }
-        rows.advance(STEP);
-    }
+                const RegisterFloats left_weight = weight_of<BYTES>(left, k), right_weight = weight_of<BYTES>(right, k);
 #pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) {
-        store(tile + row * PANEL, sums[row][0]);
-        store(tile + row * PANEL + LANES, sums[row][1]);
+                for (int row = 0; row < ROWS; ++row) {
+                    const RegisterFloats activation = (RegisterFloats)splat_register(rows.word(row, k));
+                    sums[row][0] += activation * left_weight;
+                    sums[row][1] += activation * right_weight;
+                }
+            }
+            rows.advance(STEP);
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            store(tile + row * PANEL + column, sums[row][0]);
+            store(tile + row * PANEL + column + REGISTER_LANES, sums[row][1]);
+        }
+        fetch.lines = 0;
     }
 }
 

@@ -25,7 +25,8 @@
 namespace minivllm {
 
 constexpr int PANEL = 32;      // columns a panel: two vectors
-constexpr int BLOCK_ROWS = 12; // rows whose accumulators fit in registers: 12 * 2 vectors
+// Rows whose accumulators fit in the CPU's registers, two for each row: of 32, or of 16.
+constexpr int BLOCK_ROWS = REGISTER_LANES == LANES ? 12 : 6;
 constexpr int GROUP_ROWS = 96; // rows that pass over a panel while it is in the cache
 
 enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2, BFloat16 = 3 };
