@@ -99,7 +99,7 @@ def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFor
     if found is None:
         return None
     if quantization == "int8":
-        return NumberFormat.INT8 if found.minivllm_has_integer_dot() else None
+        return NumberFormat.INT8
     return format_of_16_bits(found) if dtype == torch.bfloat16 else None
 
 
