@@ -16,7 +16,7 @@ from benchmarks.common import arguments, num_threads, print_environment, print_t
 from minivllm.core.attention import AttentionLayer, backend_names, choose_backend
 from minivllm.core.attention.base import AttentionBackend
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
-from minivllm.core.attention.metadata import ModelInput, PackedLayout
+from minivllm.core.attention.metadata import AttentionMetadata, ModelInput
 
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 16
 LAYERS = 30
@@ -50,7 +50,7 @@ def batches() -> list[Batch]:
     ]
 
 
-def make_input(batch: Batch, layers: int) -> ModelInput:
+def make_metadata(batch: Batch, layers: int) -> AttentionMetadata:
     """Blocks scattered over a pool of random, finite K and V."""
     counts = [-(-context // BLOCK_SIZE) for context in batch.contexts]
     spec = KVCacheSpec(layers, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, torch.bfloat16)
@@ -58,39 +58,24 @@ def make_input(batch: Batch, layers: int) -> ModelInput:
     pool.tensor.normal_()
     order = list(range(sum(counts)))
     random.Random(0).shuffle(order)
-    tables = torch.full((len(counts), max(counts)), pool.padding_block_id, dtype=torch.int32)
-    positions: list[int] = []
-    slots: list[int] = []
-    for row, (context, query, count) in enumerate(zip(batch.contexts, batch.queries, counts, strict=True)):
-        table = [order.pop() for _ in range(count)]
-        tables[row, :count] = torch.tensor(table, dtype=torch.int32)
-        positions += range(context - query, context)
-        slots += [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(context - query, context)]
-    model_input = ModelInput(
-        torch.zeros(len(slots), dtype=torch.long),
-        torch.tensor(positions),
-        tables,
-        torch.tensor(slots),
-        torch.tensor(batch.contexts, dtype=torch.int32),
-        pool,
-    )
-    starts = np.cumsum([0, *batch.queries]).astype(np.int64)
-    model_input.remember_layout(PackedLayout(starts, np.array(batch.contexts, dtype=np.int64)))
-    return model_input
+    tables = np.full((len(counts), max(counts)), pool.padding_block_id, dtype=np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = [order.pop() for _ in range(count)]
+    ends, queries = np.array(batch.contexts), np.array(batch.queries)
+    return ModelInput.build([0] * sum(batch.queries), ends - queries, ends, tables, pool).attention
 
 
 def seconds_a_layer(backend: AttentionBackend, batch: Batch, repeats: int) -> float:
     """Best of `repeats`, all layers one after the other, so that no layer finds its cache already read."""
-    model_input = make_input(batch, LAYERS)
+    metadata = make_metadata(batch, LAYERS)
     tokens = sum(batch.queries)
     query = torch.randn(tokens, QUERY_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
     key, value = (torch.randn(tokens, KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16) for _ in range(2))
     best = float("inf")
     for _ in range(repeats):
         started = time.perf_counter()
-        backend.begin_step(model_input)
         for layer in range(LAYERS):
-            backend.forward(layer, query, key, value, model_input, scale=0.125, sliding_window=None, softcap=None)
+            backend.forward(layer, query, key, value, metadata, scale=0.125, sliding_window=None, softcap=None)
         best = min(best, (time.perf_counter() - started) / LAYERS)
     return best
 

@@ -1,8 +1,7 @@
-"""What an attention backend is, and how a transformers model reaches the one that serves it.
+"""AttentionBackend, and the attention function through which a transformers model reaches it.
 
-A model is loaded with `attn_implementation=ATTENTION_NAME`. Each of its layers then calls `paged_attention`, which
-finds the backend and the `ModelInput` of the running step in a context variable that the model runner sets around the
-forward pass. Several engines in one process, or several threads, do not see each other's.
+A model loaded with `attn_implementation=ATTENTION_NAME` calls `paged_attention` in each layer. It finds the backend and
+the metadata of the running step in a context variable, so that engines in several threads do not share it.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.attention.metadata import AttentionMetadata
 
 ATTENTION_NAME = "minivllm_paged"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What one layer asks of attention. `sliding_window` counts the token itself; `softcap` is that of the scores."""
+    """Attention parameters of one layer. `sliding_window` counts the token itself; `softcap` is that of the scores."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -34,7 +33,7 @@ class AttentionLayer:
 
 
 class AttentionBackend(ABC):
-    """Writes K and V of a step into the pool and attends to what the block tables name. Owned by one model runner."""
+    """Writes a step's K and V into the pool and attends through the block tables. Used by one model runner."""
 
     name: ClassVar[str]
 
@@ -46,11 +45,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-        """None when this backend can serve such layers here, else the reason, as a clause for an error message."""
-
-    # Most backends work out nothing ahead, so this is no abstract method.
-    def begin_step(self, model_input: ModelInput) -> None:  # noqa: B027
-        """Called once before the layers of a step, outside of anything compiled: plan, split the work."""
+        """Returns why this backend cannot serve such layers here, as a clause for an error message, or None."""
 
     @abstractmethod
     def forward(
@@ -59,16 +54,16 @@ class AttentionBackend(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        model_input: ModelInput,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Writes `key` and `value` at the slot mapping of `model_input`, then attends.
+        """Writes `key` and `value` at the slot mapping, then attends.
 
-        Token t of a sequence attends to tokens max(0, t - sliding_window + 1) .. t of it. Slots that are not among
-        the first context_len tokens of a sequence may hold anything, NaN included, and must not matter.
+        Token t of a sequence attends to its tokens max(0, t - sliding_window + 1) .. t. Slots beyond the seq_len of a
+        sequence may contain anything, NaN included, and do not change the result.
 
         Args:
             query: (T, num_query_heads, head_size), any strides.
@@ -76,75 +71,26 @@ class AttentionBackend(ABC):
             scale: factor of the scores, before `softcap`: score = softcap * tanh(score / softcap).
 
         Returns:
-            (T, num_query_heads, head_size), contiguous, in the type of `query`.
+            (T, num_query_heads, head_size), contiguous, in the dtype of `query`.
         """
 
 
-class AttentionCall(Protocol):
-    """What a context answers a layer's call with."""
-
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PagedContext:
-    """The running step: which backend serves it, and on what input."""
-
-    backend: AttentionBackend
-    model_input: ModelInput
-
-    def attend(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        return self.backend.forward(
-            layer_index,
-            query,
-            key,
-            value,
-            self.model_input,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-        )
-
-
-_current: ContextVar[AttentionCall | None] = ContextVar("minivllm_attention", default=None)
+_forward_context: ContextVar[tuple[AttentionBackend, AttentionMetadata] | None] = ContextVar(
+    "minivllm_forward_context", default=None
+)
 
 
 @contextmanager
-def attention_context(context: AttentionCall) -> Iterator[None]:
-    """Within it, the attention layers of this thread's model are served by `context`."""
-    token = _current.set(context)
+def set_forward_context(backend: AttentionBackend, metadata: AttentionMetadata) -> Iterator[None]:
+    """Within it, `paged_attention` in this thread uses `backend` on `metadata`."""
+    token = _forward_context.set((backend, metadata))
     try:
         yield
     finally:
-        _current.reset(token)
+        _forward_context.reset(token)
 
 
-def current_context() -> AttentionCall:
-    context = _current.get()
-    if context is None:
-        raise RuntimeError("paged attention was called outside of a step of the model runner")
-    return context
-
-
-def _attend_in_context(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -153,22 +99,24 @@ def _attend_in_context(
     sliding_window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    return current_context().attend(layer_index, query, key, value, scale, sliding_window, softcap)
+    context = _forward_context.get()
+    if context is None:
+        raise RuntimeError("paged attention was called outside of a forward context")
+    backend, metadata = context
+    return backend.forward(
+        layer_index, query, key, value, metadata, scale=scale, sliding_window=sliding_window, softcap=softcap
+    )
 
 
-def _result_like(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-# An operator that a compiler takes as it is: it sees neither the pool nor the context. Defined by hand because
-# `torch.library.custom_op` costs several times as much a call, and a step makes one call for each layer.
+# An operator that is opaque to torch.compile, which sees neither the pool nor the context. Defined by hand because
+# `torch.library.custom_op` costs several times as much per call, and a step makes one call per layer.
 _library = torch.library.Library("minivllm", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer_index, float scale, int? sliding_window, "
     "float? softcap) -> Tensor"
 )
-_library.impl("paged_attention", _attend_in_context, "CompositeExplicitAutograd")
-torch.library.register_fake("minivllm::paged_attention", _result_like, lib=_library)
+_library.impl("paged_attention", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("minivllm::paged_attention", lambda query, *_: query.new_empty(query.shape), lib=_library)
 
 
 def paged_attention(
@@ -183,25 +131,18 @@ def paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls for ATTENTION_NAME; `architecture.probe` has checked what it may ignore.
+    """Is the attention function of ATTENTION_NAME; `support.probe` has checked the arguments that it ignores.
 
     Args:
-        module: the attention layer; its `layer_idx` names the layer.
+        module: the attention layer; its `layer_idx` is the layer's index.
         query, key, value: (1, heads, T, head_size).
 
     Returns:
         (1, T, query heads, head_size), and no attention weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = torch.ops.minivllm.paged_attention if torch.compiler.is_compiling() else _attend_in_context
+    attend = torch.ops.minivllm.paged_attention if torch.compiler.is_compiling() else _attend
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     layer_index: Any = module.layer_idx
-    output = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        layer_index,
-        scale,
-        sliding_window,
-        softcap,
-    )
+    output = attend(query, key, value, layer_index, scale, sliding_window, softcap)
     return output.unsqueeze(0), None

@@ -1,10 +1,10 @@
-"""ModelInput: one step as tensors, the only thing that a forward pass is given."""
+"""ModelInput and AttentionMetadata: the tensors of one step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,65 +13,100 @@ import torch
 if TYPE_CHECKING:
     from minivllm.core.attention.kv_pool import KVCachePool
 
+Plan = TypeVar("Plan")
 
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """Where each sequence's queries stand among the packed tokens, on the host (reading it never waits for a device).
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """Describes to an attention backend the T packed tokens of S sequences.
+
+    The queries of a sequence are the last tokens of its context. The host copies exist so that planning a step never
+    waits for a device.
 
     Attributes:
-        query_starts: (S + 1,) int64; the queries of sequence i are packed rows query_starts[i] .. query_starts[i + 1].
-        context_lens: (S,) int64; tokens that the last query of sequence i attends to, itself included.
+        query_start_loc: (S + 1,) int32; the queries of sequence i are rows query_start_loc[i] .. [i + 1].
+        seq_lens: (S,) int32, context length of each sequence, the tokens of this step included.
+        query_start_loc_cpu, seq_lens_cpu: the same on the host, int64.
+        block_tables: (S, max_blocks) int32, physical blocks in token order, padded with the padding block.
+        slot_mapping: (T,) int64, flat slot (block * block_size + offset) of each token's K and V.
+        kv_cache: the pool.
     """
 
-    query_starts: npt.NDArray[np.int64]
-    context_lens: npt.NDArray[np.int64]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc_cpu: npt.NDArray[np.int64]
+    seq_lens_cpu: npt.NDArray[np.int64]
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_cache: KVCachePool
+    _plans: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
-        return len(self.context_lens)
+        return len(self.seq_lens_cpu)
 
-    @property
-    def query_lens(self) -> npt.NDArray[np.int64]:
-        """(S,) queries of each sequence in this step, each at least 1."""
-        return np.diff(self.query_starts)
+    def plan(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """Returns what `make` computes for this step. Calls it once per key, so that layers share the result."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return cast("Plan", self._plans[key])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelInput:
-    """T tokens of S sequences, packed in the order of the step. The queries of a sequence are the last of its context.
+    """Input of one forward pass: T packed tokens.
 
     Attributes:
         input_ids: (T,) int64.
-        positions: (T,) int64, the place of each token in its sequence.
-        block_tables: (S, max_blocks) int32, physical blocks in token order; rows are filled up with the padding block.
-        slot_mapping: (T,) int64, the flat slot (block * block_size + offset) where each token's K and V go.
-        context_lens: (S,) int32, tokens of each sequence that are written once this step is done.
-        kv_cache: the pool.
+        positions: (T,) int64, position of each token in its sequence.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    block_tables: torch.Tensor
-    slot_mapping: torch.Tensor
-    context_lens: torch.Tensor
-    kv_cache: KVCachePool
+    attention: AttentionMetadata
 
-    @cached_property
-    def layout(self) -> PackedLayout:
-        """Derived from `positions` and `context_lens`: the first query of sequence i stands at position p, and
-        context_len - p queries follow. Whoever built the input on the host has set it (`remember_layout`)."""
-        positions = self.positions.cpu().numpy()
-        context_lens = self.context_lens.cpu().numpy().astype(np.int64)
-        starts = np.zeros(len(context_lens) + 1, dtype=np.int64)
-        for index, context_len in enumerate(context_lens):
-            starts[index + 1] = starts[index] + context_len - positions[starts[index]]
-        return PackedLayout(starts, context_lens)
+    @classmethod
+    def build(
+        cls,
+        token_ids: Sequence[int],
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        kv_cache: KVCachePool,
+    ) -> ModelInput:
+        """Packs tokens starts[i] .. ends[i] of each sequence i and copies the tensors to the pool's device.
 
-    @cached_property
-    def plans(self) -> dict[Any, Any]:
-        """What an attention backend works out once a step and reuses in every layer, by a key of its own."""
-        return {}
+        Args:
+            token_ids: the T tokens, in the order of the sequences.
+            block_tables: (S, max_blocks); row i covers ends[i] tokens.
+        """
+        query_lens = ends - starts
+        query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
+        positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], query_lens)
+        rows = np.repeat(np.arange(len(starts)), query_lens)
+        blocks, offsets = block_tables[rows, positions // kv_cache.block_size], positions % kv_cache.block_size
+        device = kv_cache.device
+        return cls(
+            input_ids=to_device(np.array(token_ids, dtype=np.int64), device),
+            positions=to_device(positions, device),
+            attention=AttentionMetadata(
+                query_start_loc=to_device(query_start_loc.astype(np.int32), device),
+                seq_lens=to_device(ends.astype(np.int32), device),
+                query_start_loc_cpu=query_start_loc,
+                seq_lens_cpu=ends,
+                block_tables=to_device(block_tables, device),
+                slot_mapping=to_device(blocks.astype(np.int64) * kv_cache.block_size + offsets, device),
+                kv_cache=kv_cache,
+            ),
+        )
 
-    def remember_layout(self, layout: PackedLayout) -> None:
-        """Saves `layout` from reading the tensors back, which on CUDA would wait for the device."""
-        self.__dict__["layout"] = layout
+    @property
+    def last_rows(self) -> npt.NDArray[np.int64]:
+        """(S,) row of each sequence's last token, on the host."""
+        return self.attention.query_start_loc_cpu[1:] - 1
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Returns a tensor that shares the array's memory on a CPU, and an asynchronous copy on other devices."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

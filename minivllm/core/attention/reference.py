@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
 from minivllm.core.attention.kv_pool import KVCachePool
-from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.attention.metadata import AttentionMetadata
 
 MAX_TILE_QUERIES = 128
 """Queries a tile: fewer waste less of the causal half, more make larger products."""
@@ -73,18 +74,18 @@ class ReferenceBackend(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        model_input: ModelInput,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        key_cache = model_input.kv_cache.key_cache[layer_index]
-        value_cache = model_input.kv_cache.value_cache[layer_index]
-        write(key_cache, key, model_input.slot_mapping)
-        write(value_cache, value, model_input.slot_mapping)
+        key_cache = metadata.kv_cache.key_cache[layer_index]
+        value_cache = metadata.kv_cache.value_cache[layer_index]
+        write(key_cache, key, metadata.slot_mapping)
+        write(value_cache, value, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for group in plan(model_input, sliding_window):
+        for group in plan(metadata, sliding_window):
             queries = query[group.rows].transpose(1, 2)
             keys = gather(key_cache, group)
             values = gather(value_cache, group)
@@ -166,24 +167,21 @@ def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
     return states.masked_fill_(group.hidden[:, None, :, None], 0)
 
 
-def plan(model_input: ModelInput, sliding_window: int | None) -> list[Group]:
+def plan(metadata: AttentionMetadata, sliding_window: int | None) -> list[Group]:
     """The groups of a step; layers of the same window share them."""
-    key = ("reference", sliding_window)
-    if key not in model_input.plans:
-        pool = model_input.kv_cache
-        stacks = stack(tiles(model_input, sliding_window), pool.block_size)
-        model_input.plans[key] = [make_group(stack_, model_input, sliding_window) for stack_ in stacks]
-    groups: list[Group] = model_input.plans[key]
-    return groups
+
+    def make() -> list[Group]:
+        stacks = stack(tiles(metadata, sliding_window), metadata.kv_cache.block_size)
+        return [make_group(stacked, metadata, sliding_window) for stacked in stacks]
+
+    return metadata.plan(("reference", sliding_window), make)
 
 
-def tiles(model_input: ModelInput, sliding_window: int | None) -> list[Tile]:
-    layout = model_input.layout
-    block_size = model_input.kv_cache.block_size
+def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> list[Tile]:
+    block_size = metadata.kv_cache.block_size
     result = []
-    for sequence in range(layout.num_sequences):
-        start, end = int(layout.query_starts[sequence]), int(layout.query_starts[sequence + 1])
-        context_len = int(layout.context_lens[sequence])
+    for sequence, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu.tolist())):
+        context_len = int(metadata.seq_lens_cpu[sequence])
         for first_row in range(start, end, MAX_TILE_QUERIES):
             num_queries = min(MAX_TILE_QUERIES, end - first_row)
             first_position = context_len - end + first_row
@@ -210,9 +208,9 @@ def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
         yield current
 
 
-def make_group(stacked: list[Tile], model_input: ModelInput, sliding_window: int | None) -> Group:
-    pool: KVCachePool = model_input.kv_cache
-    device = model_input.positions.device
+def make_group(stacked: list[Tile], metadata: AttentionMetadata, sliding_window: int | None) -> Group:
+    pool: KVCachePool = metadata.kv_cache
+    device = pool.device
 
     def column(values: list[int]) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(device).unsqueeze(1)
@@ -224,13 +222,14 @@ def make_group(stacked: list[Tile], model_input: ModelInput, sliding_window: int
 
     logical = first_blocks + torch.arange(num_blocks, device=device)
     # A tile's context may end before the last column, and with a window begin late: stay inside the table.
-    logical_in_table = logical.clamp(max=model_input.block_tables.shape[1] - 1)
+    logical_in_table = logical.clamp(max=metadata.block_tables.shape[1] - 1)
     sequences = column([tile.sequence for tile in stacked])
-    blocks = model_input.block_tables[sequences, logical_in_table].long()
+    blocks = metadata.block_tables[sequences, logical_in_table].long()
 
     keys = (first_blocks * pool.block_size) + torch.arange(num_blocks * pool.block_size, device=device)
     hidden = keys >= context_lens
-    query_positions = model_input.positions[rows].unsqueeze(2)
+    last_queries = torch.arange(-stacked[0].num_queries, 0, device=device)
+    query_positions = (context_lens + last_queries).unsqueeze(2)
     allowed = keys.unsqueeze(1) <= query_positions
     if sliding_window is not None:
         allowed &= keys.unsqueeze(1) > query_positions - sliding_window

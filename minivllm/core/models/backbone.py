@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from minivllm.core.attention import AttentionBackend, PagedContext, attention_context
+from minivllm.core.attention import AttentionBackend, set_forward_context
 from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.config import EngineConfig
@@ -59,8 +59,7 @@ class TransformersBody:
         logger.info("the first steps compile the model: minutes the first time, later starts find it on disk")
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
-        self._attention.begin_step(model_input)
-        with attention_context(PagedContext(self._attention, model_input)):
+        with set_forward_context(self._attention, model_input.attention):
             return self._model.hidden_states(model_input.input_ids, model_input.positions)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -100,7 +99,7 @@ def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFor
     if found is None:
         return None
     if quantization == "int8":
-        return NumberFormat.INT8 if found.minivllm_has_integer_dot() else None
+        return NumberFormat.INT8
     return format_of_16_bits(found) if dtype == torch.bfloat16 else None
 
 

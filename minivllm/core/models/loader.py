@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
-from minivllm.core.attention import ATTENTION_NAME, AttentionLayer, register_with_transformers
+from minivllm.core.attention import ATTENTION_NAME, AttentionLayer
+from minivllm.core.attention.base import paged_attention
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models.gguf import gguf_read_once
@@ -63,7 +71,7 @@ class LoadedModel:
         return str(self.model.config.get_text_config(decoder=True).model_type)
 
     def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Last hidden states (T, hidden_size) of packed tokens (T,); call it within an `attention_context`."""
+        """Last hidden states (T, hidden_size) of packed tokens (T,); call it within `set_forward_context`."""
         output = self.model.base_model(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
         )
@@ -113,7 +121,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     location = resolve_model(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    register_with_transformers()
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
     with _ONE_AT_A_TIME, gguf_read_once():
         model_config = _load_config(config, location)
         check_config(config.model, model_config)

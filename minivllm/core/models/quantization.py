@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from minivllm.core.errors import ModelLoadError
 from minivllm.core.native import library
 from minivllm.core.native.packing import NumberFormat, PackedLinear, apply, pack
 from minivllm.core.native.workspace import Workspace
 
 logger = logging.getLogger(__name__)
+
+_CHUNK_WEIGHTS = 2**17
+"""Weights that `TorchInt8Projection` converts to float32 at a time: 512 KiB, which stays in a core's cache."""
 
 
 class PackedProjection(nn.Module):
@@ -78,35 +80,37 @@ def pack_projections(model: nn.Module, number_format: NumberFormat) -> int:
 
 
 class TorchInt8Projection(nn.Module):
-    """Stands in for an `nn.Linear`: weights in 8 bits by column, activations in 8 bits on the fly, by torch."""
+    """Replaces an `nn.Linear`: 8-bit weights with one scale per output, multiplied in float32 by torch.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Activations keep their type: torch's 8-bit products either share one scale among all tokens of a call, so that the
+    tokens of one request change the results of another, or overflow on CPUs without integer dot products.
+    """
+
+    def __init__(self, linear: Any) -> None:
         super().__init__()
+        # Some models ask their projections for the type of the weight.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
-        # torch's own knows no other activations than float32. The attribute is where it looks for what to do.
-        linear.float()
-        setattr(linear, "qconfig", torch.ao.quantization.per_channel_dynamic_qconfig)  # noqa: B010
-        self._inner: nn.Module = torch.ao.nn.quantized.dynamic.Linear.from_float(linear)
+        weight = linear.weight.detach().float()
+        self._scales = weight.abs().amax(dim=1).clamp_(min=1e-30).div_(127.0)
+        self._quantized = (weight / self._scales.unsqueeze(1)).round_().to(torch.int8)
+        self._bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self._inner(states.float()).to(states.dtype)
-        return output
+        """(..., in_features) to (..., out_features), in the type of `states`."""
+        inputs = states.float()
+        # In chunks: memory never holds all of the weights in float32.
+        chunks = self._quantized.split(max(1, _CHUNK_WEIGHTS // inputs.shape[-1]))
+        output = torch.cat([inputs @ chunk.float().T for chunk in chunks], dim=-1).mul_(self._scales)
+        if self._bias is not None:
+            output += self._bias
+        return output.to(states.dtype)
 
 
-def quantize_with_torch(model: Any) -> None:
-    """Replaces every `nn.Linear` by torch's dynamic one: weights in 8 bits by column, activations on the fly.
-
-    Raises:
-        ModelLoadError: this build of torch has none for this CPU.
-    """
-    if "x86" in torch.backends.quantized.supported_engines:
-        torch.backends.quantized.engine = "x86"
-    try:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(parent, name, TorchInt8Projection(child))
-    except RuntimeError as error:
-        raise ModelLoadError(f"quantization='int8': torch cannot do it on this CPU ({error})") from error
-    logger.info("projections in 8 bits by torch (%s)", torch.backends.quantized.engine)
+def quantize_with_torch(model: nn.Module) -> None:
+    """Replaces every `nn.Linear` of `model` by a `TorchInt8Projection`."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, TorchInt8Projection(child))
+    logger.info("projections with 8-bit weights, multiplied by torch")

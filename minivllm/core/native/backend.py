@@ -9,7 +9,7 @@ import torch
 
 from minivllm.core import native
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
-from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.attention.metadata import AttentionMetadata
 from minivllm.core.native.bindings import AttentionCall, StepCall
 from minivllm.core.native.steps import describe_step
 from minivllm.core.native.workspace import Workspace
@@ -29,7 +29,6 @@ class NativeBackend(AttentionBackend):
             raise RuntimeError(native.why_not())
         self._library = library
         self._workspace = Workspace(library)
-        self._step: tuple[ModelInput, StepCall, tuple[Any, ...]] | None = None
 
     @classmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -41,28 +40,22 @@ class NativeBackend(AttentionBackend):
             return "its KV heads must serve equally many query heads"
         return native.why_not()
 
-    def begin_step(self, model_input: ModelInput) -> None:
-        self._library.minivllm_begin_step(self._workspace.handle())
-        self._step = (model_input, *describe_step(model_input))
-
     def forward(
         self,
         layer_index: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        model_input: ModelInput,
+        metadata: AttentionMetadata,
         *,
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        if self._step is None or self._step[0] is not model_input:
-            self.begin_step(model_input)
-        _, step, _ = self._step  # type: ignore[misc]
+        step, _ = metadata.plan(self, lambda: self._begin_step(metadata))
         query, key, value = (_dense_heads(states, query.dtype) for states in (query, key, value))
-        key_cache = model_input.kv_cache.key_cache[layer_index]
-        value_cache = model_input.kv_cache.value_cache[layer_index]
+        key_cache = metadata.kv_cache.key_cache[layer_index]
+        value_cache = metadata.kv_cache.value_cache[layer_index]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         call = AttentionCall(
             step,
@@ -88,6 +81,10 @@ class NativeBackend(AttentionBackend):
         )
         self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
         return output
+
+    def _begin_step(self, metadata: AttentionMetadata) -> tuple[StepCall, tuple[Any, ...]]:
+        self._library.minivllm_begin_step(self._workspace.handle())
+        return describe_step(metadata)
 
 
 def _dense_heads(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

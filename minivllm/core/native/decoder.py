@@ -93,7 +93,7 @@ class NativeDecoder:
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size) float32; K and V of the tokens are in the pool afterwards."""
-        step, _kept = describe_step(model_input)
+        step, _kept = describe_step(model_input.attention)
         output = cpu_floats(model_input.input_ids.shape[0], self.hidden_size)
         self._library.minivllm_decode(
             self._workspace.handle(),

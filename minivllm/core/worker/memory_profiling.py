@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
-from minivllm.core.attention.metadata import ModelInput, PackedLayout
+from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
@@ -102,17 +102,7 @@ def run_worst_steps(runner: ModelRunner) -> None:
 
 def _input_of(pool: KVCachePool, query_lens: list[int], context_lens: list[int]) -> ModelInput:
     """Sequences of these lengths, every one of them in block 0."""
-    queries, contexts = np.array(query_lens, dtype=np.int64), np.array(context_lens, dtype=np.int64)
-    starts = np.concatenate(([0], np.cumsum(queries)))
-    positions = np.arange(starts[-1]) + np.repeat(contexts - queries - starts[:-1], queries)
-    max_blocks = -(-max(context_lens) // pool.block_size)
-    model_input = ModelInput(
-        input_ids=torch.zeros(len(positions), dtype=torch.long, device=pool.device),
-        positions=torch.from_numpy(positions).to(pool.device),
-        block_tables=torch.zeros(len(query_lens), max_blocks, dtype=torch.int32, device=pool.device),
-        slot_mapping=torch.from_numpy(positions % pool.block_size).to(pool.device),
-        context_lens=torch.from_numpy(contexts.astype(np.int32)).to(pool.device),
-        kv_cache=pool,
-    )
-    model_input.remember_layout(PackedLayout(starts, contexts))
-    return model_input
+    ends = np.array(context_lens, dtype=np.int64)
+    starts = ends - np.array(query_lens, dtype=np.int64)
+    tables = np.zeros((len(ends), -(-max(context_lens) // pool.block_size)), dtype=np.int32)
+    return ModelInput.build([0] * int((ends - starts).sum()), starts, ends, tables, pool)

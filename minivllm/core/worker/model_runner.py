@@ -13,7 +13,7 @@ import torch
 
 from minivllm.core.attention import choose_backend
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
-from minivllm.core.attention.metadata import ModelInput, PackedLayout
+from minivllm.core.attention.metadata import ModelInput, to_device
 from minivllm.core.config import EngineConfig
 from minivllm.core.models.backbone import ModelBody, TransformersBody, choose_body
 from minivllm.core.models.loader import default_num_threads, load_model
@@ -27,8 +27,6 @@ from minivllm.core.sequence import Sequence
 from minivllm.core.worker import memory_profiling as memory
 from minivllm.core.worker.block_table import BlockTable
 from minivllm.core.worker.self_check import check_unproven
-
-__all__ = ["ModelInput", "ModelRunner"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +116,12 @@ class ModelRunner:
         self.sampler.start_masks([scheduled.sequence for scheduled in sampled])
         model_input = self.make_input(step.sequences)
         hidden_states = self.forward(model_input)
-        last_rows = model_input.layout.query_starts[1:] - 1
+        last_rows = model_input.last_rows
         samples = iter(self._sample(hidden_states, last_rows, step.sequences, sampled))
         results = [next(samples) if scheduled.samples else SampleResult() for scheduled in step.sequences]
         for index, scheduled in enumerate(step.sequences):
             if scheduled.sequence.sampling_params.prompt_logprobs is not None:
-                first_row = int(model_input.layout.query_starts[index])
+                first_row = int(model_input.attention.query_start_loc_cpu[index])
                 scores = self._score_prompt(hidden_states, first_row, scheduled)
                 if scores:
                     results[index] = replace(results[index], prompt_logprobs=scores)
@@ -135,36 +133,14 @@ class ModelRunner:
         """Packs the tokens that are due. Work by sequence is kept to lists and slices; the rest is arrays."""
         starts = np.fromiter((one.start for one in sequences), np.int64, len(sequences))
         ends = np.fromiter((one.end for one in sequences), np.int64, len(sequences))
-        query_lens = ends - starts
-        query_starts = np.concatenate(([0], np.cumsum(query_lens)))
         token_ids: list[int] = []
         for one in sequences:
             token_ids += one.sequence.token_ids(one.start, one.end)
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], query_lens)
-        tables = self._block_table.tables(sequences)
-        of_sequence = np.repeat(np.arange(len(sequences)), query_lens)
-        block_size = self.config.block_size
-        slots = tables[of_sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        model_input = ModelInput(
-            input_ids=self._to_device(np.array(token_ids, dtype=np.int64)),
-            positions=self._to_device(positions),
-            block_tables=self._to_device(tables),
-            slot_mapping=self._to_device(slots),
-            context_lens=self._to_device(ends.astype(np.int32)),
-            kv_cache=self.kv_cache,
-        )
-        model_input.remember_layout(PackedLayout(query_starts, ends))
-        return model_input
+        return ModelInput.build(token_ids, starts, ends, self._block_table.tables(sequences), self.kv_cache)
 
     def forward(self, model_input: ModelInput) -> torch.Tensor:
         """Last hidden states (T, hidden_size); K and V of the tokens are in the pool afterwards."""
         return self.body.hidden_states(model_input)
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +156,7 @@ class ModelRunner:
             return []
         if len(sampled) < len(hidden_states):
             rows = last_rows[[one.samples for one in sequences]]
-            hidden_states = hidden_states[self._to_device(rows)]
+            hidden_states = hidden_states[to_device(rows, self.device)]
         return self.sampler.sample(self.body.logits(hidden_states), [one.sequence for one in sampled])
 
     def _score_prompt(

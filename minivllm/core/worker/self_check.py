@@ -74,7 +74,7 @@ def _through_the_pool(runner: ModelRunner, texts: list[list[int]], blocks_each: 
             for sequence, (start, end) in zip(sequences, chunk, strict=True)
         ]
         model_input = runner.make_input(scheduled)
-        last = torch.from_numpy(model_input.layout.query_starts[1:] - 1).to(runner.device)
+        last = torch.from_numpy(model_input.last_rows).to(runner.device)
         rows.append(runner.forward(model_input)[last])
     for sequence in sequences:
         runner.release(sequence)

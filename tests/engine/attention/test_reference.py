@@ -57,7 +57,7 @@ class Step:
             query[due],
             key[due],
             value[due],
-            self._input(pool, tables),
+            self._input(pool, tables).attention,
             scale=self.scale,
             sliding_window=self.window,
             softcap=self.softcap,
@@ -93,18 +93,10 @@ class Step:
 
     def _input(self, pool: KVCachePool, tables: list[list[int]]) -> ModelInput:
         longest = max(map(len, tables))
-        spans = [(context - q, context) for context, q in zip(self.contexts, self.queries, strict=True)]
-        positions = [token for start, end in spans for token in range(start, end)]
-        slots = [slot for index, span in enumerate(spans) for slot in self._slots(tables, index, *span)]
         rows = [table + [pool.padding_block_id] * (longest - len(table)) for table in tables]
-        return ModelInput(
-            input_ids=torch.zeros(len(positions), dtype=torch.long),
-            positions=torch.tensor(positions),
-            block_tables=torch.tensor(rows, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            context_lens=torch.tensor(self.contexts, dtype=torch.int32),
-            kv_cache=pool,
-        )
+        ends, queries = np.array(self.contexts), np.array(self.queries)
+        token_ids = list(range(sum(self.queries)))
+        return ModelInput.build(token_ids, ends - queries, ends, np.array(rows, dtype=np.int32), pool)
 
     def _exact(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         output = torch.zeros(query.shape, dtype=torch.float64)
@@ -176,11 +168,27 @@ def test_groups_stay_within_the_key_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(group) for group in groups] == [10, 10, 10, 10, 1, 1]
 
 
-def test_query_lengths_follow_from_positions_and_context_lengths() -> None:
+def test_model_input_packs_the_last_tokens_of_each_sequence() -> None:
     """Covers consecutive positions of different sequences: position 5 of one, then position 6 of the next."""
     step = Step(contexts=[6, 7, 3, 20], queries=[1, 1, 3, 4])
     pool, tables = step._pool()
-    layout = step._input(pool, tables).layout
-    assert layout.query_lens.tolist() == [1, 1, 3, 4]
-    assert layout.query_starts.tolist() == [0, 1, 2, 5, 9]
-    assert layout.num_sequences == 4
+    model_input = step._input(pool, tables)
+    metadata = model_input.attention
+    spans = [(5, 6), (6, 7), (0, 3), (16, 20)]
+    assert model_input.input_ids.tolist() == list(range(9))
+    assert model_input.positions.tolist() == [token for span in spans for token in range(*span)]
+    assert model_input.last_rows.tolist() == [0, 1, 4, 8]
+    assert metadata.query_start_loc.tolist() == metadata.query_start_loc_cpu.tolist() == [0, 1, 2, 5, 9]
+    assert metadata.seq_lens.tolist() == metadata.seq_lens_cpu.tolist() == [6, 7, 3, 20]
+    assert metadata.num_sequences == 4
+    slots = [slot for index, span in enumerate(spans) for slot in step._slots(tables, index, *span)]
+    assert metadata.slot_mapping.tolist() == slots
+
+
+def test_plans_are_made_once_per_step_and_key() -> None:
+    step = Step(contexts=[6], queries=[1])
+    metadata = step._input(*step._pool()).attention
+    made: list[str] = []
+    for key in ("a", "b", "a"):
+        metadata.plan(key, lambda key=key: made.append(key) or key)
+    assert made == ["a", "b"]

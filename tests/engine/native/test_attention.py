@@ -13,7 +13,7 @@ import torch
 from minivllm.core import native
 from minivllm.core.attention import AttentionLayer
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
-from minivllm.core.attention.metadata import ModelInput, PackedLayout
+from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.native.backend import NativeBackend
 from tests.engine.native.portable_library import portable_library
 
@@ -77,30 +77,19 @@ class Bench:
     def step(self, ranges: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs tokens start..end of sequences, given as (sequence, start, end). Returns queries and output, packed."""
         case = self.case
-        starts = np.cumsum([0] + [end - start for _, start, end in ranges])
         width = max(round_up(end, case.block_size) for _, _, end in ranges)
-        tables = torch.full((len(ranges), width), self.pool.padding_block_id, dtype=torch.int32)
-        slots, positions = [], []
-        for row, (sequence, start, end) in enumerate(ranges):
+        tables = np.full((len(ranges), width), self.pool.padding_block_id, dtype=np.int32)
+        for row, (sequence, _, end) in enumerate(ranges):
             table = self.tables[sequence][: round_up(end, case.block_size)]
-            tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-            positions += range(start, end)
-            slots += [table[at // case.block_size] * case.block_size + at % case.block_size for at in range(start, end)]
-        model_input = ModelInput(
-            input_ids=torch.zeros(len(slots), dtype=torch.long),
-            positions=torch.tensor(positions),
-            block_tables=tables,
-            slot_mapping=torch.tensor(slots),
-            context_lens=torch.tensor([end for _, _, end in ranges], dtype=torch.int32),
-            kv_cache=self.pool,
-        )
-        model_input.remember_layout(PackedLayout(starts.astype(np.int64), np.array([end for _, _, end in ranges])))
-        query = self.random(len(slots), case.group * case.num_kv_heads)
+            tables[row, : len(table)] = table
+        starts, ends = (np.array([span[index] for span in ranges]) for index in (1, 2))
+        num_tokens = int((ends - starts).sum())
+        metadata = ModelInput.build([0] * num_tokens, starts, ends, tables, self.pool).attention
+        query = self.random(num_tokens, case.group * case.num_kv_heads)
         key = torch.cat([self.keys[sequence][start:end] for sequence, start, end in ranges])
         value = torch.cat([self.values[sequence][start:end] for sequence, start, end in ranges])
-        self.backend.begin_step(model_input)
         output = self.backend.forward(
-            0, query, key, value, model_input, scale=0.125, sliding_window=case.window, softcap=case.softcap
+            0, query, key, value, metadata, scale=0.125, sliding_window=case.window, softcap=case.softcap
         )
         return query, output
 
@@ -218,12 +207,12 @@ def test_non_contiguous_projections_match_the_reference():
     bench = Bench(Case([90, 33], [90, 33], dtype=torch.bfloat16))
     forward = bench.backend.forward
 
-    def with_strides(layer, query, key, value, model_input, **rest):
+    def with_strides(layer, query, key, value, metadata, **rest):
         fused = torch.cat([query, key, value], dim=1).transpose(0, 1).contiguous().transpose(0, 1)
         heads = query.shape[1], key.shape[1]
         query, key, value = fused.split((*heads, heads[1]), dim=1)
         assert not query.is_contiguous()
-        return forward(layer, query, key, value, model_input, **rest)
+        return forward(layer, query, key, value, metadata, **rest)
 
     bench.backend.forward = with_strides
     bench.check()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from minivllm.core import native
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models import backbone as model_body
+from minivllm.core.models.quantization import PackedProjection, TorchInt8Projection
 from minivllm.core.native.packing import NumberFormat, apply, check_tiles, pack
 from minivllm.core.native.workspace import Workspace
 from tests.engine.native.portable_library import library_with_tiles, portable_library
@@ -32,12 +35,23 @@ LLAMA_LIKE = [
 ]
 # Relative to the norm of the logits. transformers in bfloat16 has 2e-2 to 4e-2 on these models.
 TOLERANCE = {None: 1.8e-2, "int8": 1.5e-1}
+CPUS_WITHOUT_INTEGER_DOT = ["no integer dot products", "no compiler"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("native")
     return {name: save_tiny(make_config(), root / name) for name, make_config in TINY.items()}
+
+
+@pytest.fixture(params=["this CPU", *CPUS_WITHOUT_INTEGER_DOT])
+def int8_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL | None:
+    """The native library that computes 8-bit products; None without a compiler."""
+    if request.param == "no integer dot products":
+        monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
+    elif request.param == "no compiler":
+        monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
+    return native.library()
 
 
 def settings(folder: Path, **changes: object) -> EngineConfig:
@@ -64,9 +78,9 @@ def largest_error(run: WatchedRun, folder: Path) -> float:
     return worst
 
 
-def run_prompts(config: EngineConfig) -> WatchedRun:
+def run_prompts(config: EngineConfig, prompts: dict[str, list[int]] = PROMPTS) -> WatchedRun:
     run = WatchedRun(config)
-    for request_id, prompt in PROMPTS.items():
+    for request_id, prompt in prompts.items():
         run.add(request_id, prompt, greedy(10))
     run.run()
     return run
@@ -77,8 +91,7 @@ def run_prompts(config: EngineConfig) -> WatchedRun:
 )
 def test_llama_like_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
-    has_integer_dot = native.library().minivllm_has_integer_dot()
-    assert run.engine.model_runner.body.name == "native" or (quantization and not has_integer_dot)
+    assert run.engine.model_runner.body.name == "native"
     assert largest_error(run, folders[name]) < TOLERANCE[quantization]
 
 
@@ -86,15 +99,61 @@ def test_llama_like_models_match_transformers(name, quantization, folders):
 def test_portable_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    # int8 in C++ needs the CPU's integer units; without them torch computes it.
-    assert run.engine.model_runner.body.name == ("native" if quantization is None else "transformers")
+    assert run.engine.model_runner.body.name == "native"
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
 
 
-def test_int8_of_a_float32_model_matches_transformers(folders):
+def test_int8_of_a_float32_model_matches_transformers(int8_cpu, folders):
     run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
-    assert run.engine.model_runner.body.name == "native" or not native.library().minivllm_has_integer_dot()
+    assert run.engine.model_runner.body.name == ("native" if int8_cpu else "transformers")
     assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
+
+
+@pytest.mark.parametrize(("name", "limit"), [("qwen2", 1.5e-1), ("qwen3", 1.5e-1), ("phi3", 2.5e-1)])
+def test_int8_matches_transformers_on_every_cpu(name, limit, int8_cpu, folders):
+    run = run_prompts(settings(folders[name], quantization="int8"))
+    assert largest_error(run, folders[name]) < limit
+
+
+def test_int8_does_not_change_the_embedding_of_a_tied_model(int8_cpu, tmp_path):
+    config = LlamaConfig(**{**TINY["llama"]().to_dict(), "tie_word_embeddings": True, "architectures": None})
+    run = run_prompts(settings(save_tiny(config, tmp_path), quantization="int8"))
+    assert largest_error(run, tmp_path) < TOLERANCE["int8"]
+
+
+@pytest.mark.parametrize("quantize", [TorchInt8Projection, partial(PackedProjection, number_format=NumberFormat.INT8)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_row_result_is_independent_of_the_batch(bias, quantize, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(192, 97, bias=bias)
+    torch.nn.init.normal_(linear.weight, generator=generator)
+    projection, rows = quantize(linear), torch.randn(40, 192, generator=generator)
+    rows[0] *= 1000
+    with torch.inference_mode():
+        together, wanted = projection(rows), linear(rows)
+        alone = torch.cat([projection(row) for row in rows.split(1)])
+    norms = wanted.norm(dim=1)
+    assert ((together - alone).norm(dim=1) / norms).max() < 1e-6
+    assert ((together - wanted).norm(dim=1) / norms).max() < LIMITS[NumberFormat.INT8]
+
+
+@pytest.mark.parametrize("int8_cpu", CPUS_WITHOUT_INTEGER_DOT, indirect=True)
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_int8_log_probabilities_are_independent_of_the_batch(name, int8_cpu, tmp_path):
+    """One prompt of the batch has activations far larger than those of the others."""
+    model = reference_model(save_tiny(TINY[name](), tmp_path))
+    loud = PROMPTS["c"][0]
+    model.get_input_embeddings().weight.data[loud] = 0
+    model.get_input_embeddings().weight.data[loud, 3] = 1000
+    model.save_pretrained(tmp_path)
+    config = settings(tmp_path, dtype="float32", quantization="int8")
+    together = run_prompts(config)
+    for request_id, prompt in PROMPTS.items():
+        alone = run_prompts(config, {request_id: prompt})
+        assert alone.tokens[request_id] == together.tokens[request_id]
+        found, wanted = (torch.stack(run.logits[request_id]).log_softmax(-1) for run in (together, alone))
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4), (request_id, (found - wanted).abs().max())
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
@@ -162,7 +221,9 @@ LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8:
 
 
 @pytest.mark.parametrize(
-    "make_library", [native.library, library_with_tiles], ids=["native build", "matrix unit build"]
+    "make_library",
+    [native.library, portable_library, library_with_tiles],
+    ids=["native build", "portable build", "matrix unit build"],
 )
 def test_packed_products_match_float64_at_every_size(make_library):
     """Covers every number format, and more threads than cores."""
@@ -170,9 +231,9 @@ def test_packed_products_match_float64_at_every_size(make_library):
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     sizes = ((1, 1, 4, 1), (2, 13, 64, 97), (1, 16, 192, 32), (2, 33, 128, 65), (5, 97, 36, 64), (3, 200, 576, 33))
-    formats = [NumberFormat.FLOAT]
+    formats = [NumberFormat.FLOAT, NumberFormat.INT8]
     if library.minivllm_has_integer_dot():
-        formats += [NumberFormat.INT16, NumberFormat.INT8]
+        formats += [NumberFormat.INT16]
     if library.minivllm_has_tiles():
         formats += [NumberFormat.BFLOAT16]
     try:
@@ -210,7 +271,7 @@ def test_matrix_unit_build_matches_transformers(quantization, folders, monkeypat
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
     assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    assert run.engine.model_runner.body.name == "native" or quantization
+    assert run.engine.model_runner.body.name == "native"
     assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
 
 
@@ -284,7 +345,15 @@ def test_quantization_on_cuda_is_rejected(folders):
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantization, folders):
-    config = settings(folders["llama"], quantization=quantization)
+    check_that_default_type_is_ignored(default, settings(folders["llama"], quantization=quantization))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_int8_ignores_the_default_dtype_of_the_caller_on_every_cpu(default, int8_cpu, folders):
+    check_that_default_type_is_ignored(default, settings(folders["llama"], quantization="int8"))
+
+
+def check_that_default_type_is_ignored(default: torch.dtype, config: EngineConfig) -> None:
     expected = run_prompts(config)
     torch.set_default_dtype(default)
     try:

@@ -44,33 +44,47 @@ struct RowPointers {
     }
 };
 
-template <int ROWS>
+// The k-th number in the word of each column: of 4 bytes, or of 2 bfloat16.
+template <bool BYTES>
+MINIVLLM_INLINE RegisterFloats weight_of(RegisterWords words, int k) {
+    if (BYTES) return __builtin_convertvector((RegisterInts)(words << (24 - 8 * k)) >> 24, RegisterFloats);
+    return (RegisterFloats)(k == 0 ? words << 16 : words & 0xffff0000u);
+}
+
+// tile = the products of ROWS rows with a panel, two registers of columns at a time.
+template <bool BYTES, int ROWS>
 inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
                                                      int64_t depth, Fetch fetch, float* tile) {
-    f32x16 sums[ROWS][2] = {};
-    RowPointers<ROWS> rows(words, stride);
-    for (int64_t pair = 0; pair < depth / 2; ++pair) {
-        const u32x16 left = load<u32x16>(panel), right = load<u32x16>(panel + 64);
-        const f32x16 left_even = first_of_pairs(left), left_odd = second_of_pairs(left);
-        const f32x16 right_even = first_of_pairs(right), right_odd = second_of_pairs(right);
-        panel += 128;
-        if (fetch.lines > 0) prefetch_far(fetch.address);
-        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-        fetch.address += 64 * fetch.lines;
+    constexpr int STEP = BYTES ? 4 : 2;
+    for (int column = 0; column < PANEL; column += 2 * REGISTER_LANES) {
+        RegisterFloats sums[ROWS][2] = {};
+        RowPointers<ROWS> rows(words, stride);
+        const char* source = panel + column * 4;
+        for (int64_t step = 0; step < depth / STEP; ++step) {
+            const RegisterWords left = load<RegisterWords>(source);
+            const RegisterWords right = load<RegisterWords>(source + REGISTER_LANES * 4);
+            source += 128;
+            if (fetch.lines > 0) prefetch_far(fetch.address);
+            if (fetch.lines > 1) prefetch_far(fetch.address + 64);
+            fetch.address += 64 * fetch.lines;
+#pragma GCC unroll 4
+            for (int k = 0; k < STEP; ++k) {
+                const RegisterFloats left_weight = weight_of<BYTES>(left, k), right_weight = weight_of<BYTES>(right, k);
+#pragma GCC unroll 12
+                for (int row = 0; row < ROWS; ++row) {
+                    const RegisterFloats activation = (RegisterFloats)splat_register(rows.word(row, k));
+                    sums[row][0] += activation * left_weight;
+                    sums[row][1] += activation * right_weight;
+                }
+            }
+            rows.advance(STEP);
+        }
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const f32x16 even = (f32x16)splat_word(rows.word(row, 0)), odd = (f32x16)splat_word(rows.word(row, 1));
-            sums[row][0] += even * left_even;
-            sums[row][1] += even * right_even;
-            sums[row][0] += odd * left_odd;
-            sums[row][1] += odd * right_odd;
+            store(tile + row * PANEL + column, sums[row][0]);
+            store(tile + row * PANEL + column + REGISTER_LANES, sums[row][1]);
         }
-        rows.advance(2);
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) {
-        store(tile + row * PANEL, sums[row][0]);
-        store(tile + row * PANEL + LANES, sums[row][1]);
+        fetch.lines = 0;
     }
 }
 
@@ -197,8 +211,10 @@ inline void multiply_block(const Linear& linear, const Activations& input, int64
                            Fetch fetch, float* tile) {
     const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
     const uint32_t* words = input.words + first * input.stride;
-    if (linear.format == Format::Float) {
-        multiply_float<ROWS>(words, input.stride, data, linear.depth, fetch, tile);
+    if (takes_floats(linear.format)) {
+        const bool bytes = linear.format == Format::Int8;
+        const auto multiply_panel_words = bytes ? multiply_float<true, ROWS> : multiply_float<false, ROWS>;
+        multiply_panel_words(words, input.stride, data, linear.depth, fetch, tile);
         return;
     }
 #if defined(__AVX512VNNI__)

@@ -11,7 +11,8 @@
 //            product is cut into stretches of K, each summed so, and the sums added in float32. Products come out
 //            closer to those of float32 than those of bfloat16 do, and the same whatever other rows there are.
 //   Int8     both in 8 bits (quantization: int8), weights scaled by column, activations by row and stretch of K: a few
-//            large activations would otherwise leave the others no bits.
+//            large activations would otherwise leave the others no bits. On CPUs without integer dot products only the
+//            weights are in 8 bits; activations and sums are float32.
 //   BFloat16 both in bfloat16, sums float32, by the CPU's matrix unit: eight times as fast as Int16 where there is one.
 #pragma once
 
@@ -24,7 +25,8 @@
 namespace minivllm {
 
 constexpr int PANEL = 32;      // columns a panel: two vectors
-constexpr int BLOCK_ROWS = 12; // rows whose accumulators fit in registers: 12 * 2 vectors
+// Rows whose accumulators fit in the CPU's registers, two for each row: of 32, or of 16.
+constexpr int BLOCK_ROWS = REGISTER_LANES == LANES ? 12 : 6;
 constexpr int GROUP_ROWS = 96; // rows that pass over a panel while it is in the cache
 
 enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2, BFloat16 = 3 };
@@ -47,6 +49,11 @@ struct Linear {
     Format format;
 };
 
+// Whether activations and sums are float32.
+inline bool takes_floats(Format format) {
+    return format == Format::Float || (format == Format::Int8 && !HAS_INTEGER_DOT);
+}
+
 // K as it is stored: the matrix unit takes whole tiles; what is added is zero.
 inline int64_t stored_depth(Format format, int64_t depth) {
     return format == Format::BFloat16 ? (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * (2 * TILE_WORDS) : depth;
@@ -54,7 +61,7 @@ inline int64_t stored_depth(Format format, int64_t depth) {
 
 inline int words_of(Format format, int64_t depth) {
     depth = stored_depth(format, depth);
-    return (int)(format == Format::Float ? depth : format == Format::Int8 ? depth / 4 : depth / 2);
+    return (int)(takes_floats(format) ? depth : format == Format::Int8 ? depth / 4 : depth / 2);
 }
 
 constexpr int64_t LONGEST_STRETCH = 384;       // Int16
@@ -62,7 +69,7 @@ constexpr int64_t LONGEST_BYTE_STRETCH = 128;  // Int8
 
 // How long the stretches are that K is cut into; the last may be shorter.
 inline int64_t stretch_length(Format format, int64_t depth) {
-    if (format == Format::Float || format == Format::BFloat16) return depth;
+    if (takes_floats(format) || format == Format::BFloat16) return depth;
     if (format == Format::Int16) {
         const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
         return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
@@ -93,7 +100,7 @@ inline int64_t panel_bytes(Format format, int64_t depth) {
 
 // Whether the matrix unit does these products: it takes 64 bytes of K at once.
 inline bool uses_tiles(Format format, int64_t depth) {
-    if (!may_use_tiles()) return false;
+    if (!may_use_tiles() || takes_floats(format)) return false;
     return format == Format::BFloat16 ||
            (format == Format::Int8 && stretch_length(format, depth) % (4 * TILE_WORDS) == 0);
 }
@@ -143,7 +150,7 @@ constexpr float SMALLEST = 1e-30f;  // of a row of zeros
 // Brings one row into words, and writes the scales that its products are to be multiplied with, one a stretch.
 inline void pack_row(Format format, float largest_norm, const float* row, int64_t depth, uint32_t* words,
                      float* scales) {
-    if (format == Format::Float) {
+    if (takes_floats(format)) {
         std::memcpy(words, row, depth * sizeof(float));
         return;
     }

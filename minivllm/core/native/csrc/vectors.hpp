@@ -20,6 +20,18 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
+// What one register of the CPU holds. The compiler keeps wider vectors in memory, which inner loops cannot afford.
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER_LANES = 8;
+#else
+constexpr int REGISTER_LANES = 4;
+#endif
+typedef float RegisterFloats __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef int32_t RegisterInts __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef uint32_t RegisterWords __attribute__((vector_size(4 * REGISTER_LANES)));
+
 #define MINIVLLM_INLINE inline __attribute__((always_inline))
 
 template <typename Vector>
@@ -47,6 +59,14 @@ MINIVLLM_INLINE u32x16 splat_word(uint32_t word) {
     return (u32x16)_mm512_set1_epi32((int32_t)word);
 #else
     return word + u32x16{};
+#endif
+}
+
+MINIVLLM_INLINE RegisterWords splat_register(uint32_t word) {
+#if defined(__AVX512F__)
+    return splat_word(word);
+#else
+    return word + RegisterWords{};
 #endif
 }
 
