@@ -106,6 +106,15 @@ def random_sample(weights: torch.Tensor, sums: torch.Tensor, seeds: Items[int], 
     return block_index * BLOCK + inside.argmax(dim=-1)
 
 
+def random_sample_candidates(
+    token_ids: IdArray, weights: npt.NDArray[np.float64], seeds: Items[int], positions: Items[int]
+) -> list[int]:
+    """Samples one of the token ids per row by one exponential race; the noise belongs to the token id."""
+    winners = (weights / exponential_noise(seeds, positions, token_ids)).argmax(axis=-1)
+    sampled: list[int] = token_ids[np.arange(len(winners)), winners].tolist()
+    return sampled
+
+
 def apply_penalties(logits: torch.Tensor, entries: Items[tuple[int, IdArray, FloatArray, FloatArray]]) -> None:
     """Applies repetition, frequency and presence penalties in place.
 

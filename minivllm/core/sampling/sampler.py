@@ -33,6 +33,7 @@ from minivllm.core.sampling.ops import (
     block_argmax,
     mask_tokens,
     random_sample,
+    random_sample_candidates,
     select_rows,
     unnormalized_softmax,
 )
@@ -91,13 +92,19 @@ class Sampler:
                 set.
         """
         params = sequence.sampling_params
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        for param, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise InvalidRequestError(
+                        f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}",
+                        param=param,
+                    )
         matcher = None
         if params.structured_output is not None:
             ll_matcher = self._grammars.compile(params.structured_output)
             matcher = GrammarMatcher(sequence, params.structured_output, ll_matcher)
-        sequence.sampler_state = SamplerState(sequence, self._make_seed(sequence), self.eos_token_ids, matcher)
+        seed = make_seed(self._seed, self._num_prepared) if params.seed is None else params.seed + sequence.index
+        sequence.sampler_state = SamplerState(sequence, seed, self.eos_token_ids, matcher)
         self._num_prepared += 1
 
     def release(self, sequence: Sequence) -> None:
@@ -108,18 +115,6 @@ class Sampler:
         """Compiles and caches the grammar of a later request, from any thread. Raises what `prepare` would."""
         if params.structured_output is not None:
             self._grammars.compile(params.structured_output)
-
-    def _check_ids(self, param: str, token_ids: dict[int, float] | tuple[int, ...]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}", param=param
-                )
-
-    def _make_seed(self, sequence: Sequence) -> int:
-        if sequence.sampling_params.seed is not None:
-            return sequence.sampling_params.seed + sequence.index
-        return make_seed(self._seed, self._num_prepared)
 
     # -- grammar bitmasks --------------------------------------------------------------------------
 
@@ -254,7 +249,7 @@ class Sampler:
             positions = [len(states[row].sequence.output_token_ids) for row in selected]
             if selected is filtered:
                 candidates = filter_candidates(picked, picked_maxima, params, self._workspace)
-                sampled = candidates.random_sample(seeds, positions)
+                sampled = random_sample_candidates(*candidates, seeds, positions)
             else:
                 temperatures = [one.temperature for one in params]
                 weights, sums = unnormalized_softmax(picked, picked_maxima, temperatures, self._workspace)

@@ -125,9 +125,11 @@ class GrammarCompiler:
         return self._compile_cached(structured_output).deep_copy()
 
     def _compile(self, structured_output: StructuredOutput) -> LLMatcher:
-        tokenizer = self.load_tokenizer()
         try:
-            matcher = LLMatcher(tokenizer, _grammar(structured_output), log_level=0, limits=_LIMITS)
+            grammar = _grammar(structured_output)
+            matcher = LLMatcher(self.load_tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        except InvalidRequestError:
+            raise
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal(structured_output, str(error)) from error
         if not matcher.is_error():

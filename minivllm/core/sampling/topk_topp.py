@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from minivllm.core.sampling.ops import Workspace, select_rows, unnormalized_softmax
-from minivllm.core.sampling.rng import exponential_noise
+from minivllm.core.sampling.ops import FloatArray, IdArray, Workspace, select_rows, unnormalized_softmax
 from minivllm.core.sampling_params import SamplingParams
 
 BLOCK = 64
@@ -26,22 +24,6 @@ TOP_P_CANDIDATES = 64
 """Candidates with which top_p starts. Only a flat distribution needs more."""
 
 Weights = npt.NDArray[np.float64]
-TokenIds = npt.NDArray[np.int64]
-Logits = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The tokens that the filters keep: (rows, most tokens of a row), sorted by logit; weight 0 where not kept."""
-
-    token_ids: TokenIds
-    weights: Weights
-
-    def random_sample(self, seeds: Items[int], positions: Items[int]) -> list[int]:
-        """Samples one token id per row by an exponential race; the noise belongs to the token id."""
-        winners = (self.weights / exponential_noise(seeds, positions, self.token_ids)).argmax(axis=-1)
-        sampled: list[int] = self.token_ids[np.arange(len(winners)), winners].tolist()
-        return sampled
 
 
 def has_filter(params: SamplingParams, width: int) -> bool:
@@ -50,13 +32,16 @@ def has_filter(params: SamplingParams, width: int) -> bool:
 
 def filter_candidates(
     logits: torch.Tensor, maxima: torch.Tensor, params: list[SamplingParams], workspace: Workspace
-) -> Candidates:
+) -> tuple[IdArray, Weights]:
     """Applies top_k, top_p and min_p.
 
     Args:
         logits: (rows, vocab) float32, before temperature.
         maxima: (rows,) the largest logits.
         params: one per row, each with a filter.
+
+    Returns:
+        token ids and weights, (rows, most candidates of a row), sorted by logit; weight 0 where a token is not kept.
     """
     width = logits.shape[1]
     largest = maxima.cpu().numpy()
@@ -77,10 +62,10 @@ def filter_candidates(
     top_k = np.array([[one.top_k if 0 < one.top_k < width else width] for one in params])
     apply_top_k_top_p(weights, top_k, np.array([[one.top_p] for one in params]), totals[:, None])
     apply_min_p(weights, np.array([[one.min_p] for one in params]))
-    return Candidates(token_ids, weights)
+    return token_ids, weights
 
 
-def apply_top_k_top_p(weights: Weights, top_k: TokenIds, top_p: Weights, totals: Weights) -> None:
+def apply_top_k_top_p(weights: Weights, top_k: IdArray, top_p: Weights, totals: Weights) -> None:
     """Sets the weights that top_k, and then top_p, remove to 0, in place.
 
     Args:
@@ -99,7 +84,7 @@ def apply_min_p(weights: Weights, min_p: Weights) -> None:
     weights[weights < min_p] = 0
 
 
-def topk_per_row(logits: torch.Tensor, counts: Items[int]) -> list[tuple[TokenIds, Logits]]:
+def topk_per_row(logits: torch.Tensor, counts: Items[int]) -> list[tuple[IdArray, FloatArray]]:
     """Returns (ids, logits) of the `counts[row]` likeliest tokens of each row, sorted."""
     found = _candidates(logits, _topk_lower_bounds(logits, counts))
     rows = [_sort(ids, values) for ids, values in found]
@@ -118,7 +103,7 @@ def _totals(logits: torch.Tensor, maxima: torch.Tensor, params: list[SamplingPar
     return totals
 
 
-def _lower_bounds(logits: torch.Tensor, largest: Logits, params: list[SamplingParams]) -> Logits:
+def _lower_bounds(logits: torch.Tensor, largest: FloatArray, params: list[SamplingParams]) -> FloatArray:
     """Returns a logit per row below which the filters keep nothing; for top_p alone an estimate."""
     width = logits.shape[1]
     counts = [one.top_k if 0 < one.top_k < width else 0 if one.min_p > 0 else TOP_P_CANDIDATES for one in params]
@@ -130,7 +115,7 @@ def _lower_bounds(logits: torch.Tensor, largest: Logits, params: list[SamplingPa
     return bounds
 
 
-def _topk_lower_bounds(logits: torch.Tensor, counts: Items[int]) -> Logits:
+def _topk_lower_bounds(logits: torch.Tensor, counts: Items[int]) -> FloatArray:
     """Returns a bound per row that at least `counts[row]` tokens reach, and few more.
 
     The k-th largest block maximum is such a bound, as k blocks contain a token that large.
@@ -151,7 +136,7 @@ def _topk_lower_bounds(logits: torch.Tensor, counts: Items[int]) -> Logits:
     return bounds
 
 
-def _candidates(logits: torch.Tensor, bounds: Logits) -> list[tuple[TokenIds, Logits]]:
+def _candidates(logits: torch.Tensor, bounds: FloatArray) -> list[tuple[IdArray, FloatArray]]:
     """Returns (ids ascending, logits) of the tokens of each row that reach its bound."""
     if logits.device.type != "cpu":
         return _candidates_on_device(logits, bounds)
@@ -162,7 +147,7 @@ def _candidates(logits: torch.Tensor, bounds: Logits) -> list[tuple[TokenIds, Lo
     return found
 
 
-def _candidates_on_device(logits: torch.Tensor, bounds: Logits) -> list[tuple[TokenIds, Logits]]:
+def _candidates_on_device(logits: torch.Tensor, bounds: FloatArray) -> list[tuple[IdArray, FloatArray]]:
     """Searches all rows at once and copies only the candidates to the host."""
     places = (logits >= torch.from_numpy(bounds).to(logits.device)[:, None]).nonzero(as_tuple=True)
     values = logits[places].cpu().numpy()
@@ -171,7 +156,7 @@ def _candidates_on_device(logits: torch.Tensor, bounds: Logits) -> list[tuple[To
     return list(zip(np.split(ids, splits), np.split(values, splits), strict=True))
 
 
-def _sort(ids: TokenIds, values: Logits) -> tuple[TokenIds, Logits]:
+def _sort(ids: IdArray, values: FloatArray) -> tuple[IdArray, FloatArray]:
     """Sorts by logit, descending, and among equals by id, as one integer key that contains both.
 
     The bits of floats sort as their values once those of negative floats are flipped.
@@ -183,14 +168,14 @@ def _sort(ids: TokenIds, values: Logits) -> tuple[TokenIds, Logits]:
     return keys & 0xFFFFFFFF, np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).view(np.float32)
 
 
-def _weights(logits: Logits, largest: np.float32, params: SamplingParams) -> Weights:
+def _weights(logits: FloatArray, largest: np.float32, params: SamplingParams) -> Weights:
     weights: Weights = np.exp((logits - largest).astype(np.float64) / params.temperature)
     return weights
 
 
 def _top_p_candidates(
-    row: Logits, largest: np.float32, params: SamplingParams, share: float
-) -> tuple[TokenIds, Logits]:
+    row: FloatArray, largest: np.float32, params: SamplingParams, share: float
+) -> tuple[IdArray, FloatArray]:
     """Returns a sorted prefix of the row that weighs more than `share`, or all of it; tries ever lower bounds."""
     for exponent in (5, 8, 11, 15):
         ids = np.flatnonzero(row >= largest - np.float32(exponent * params.temperature))

@@ -135,8 +135,8 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> tuple[list
 
 
 def kept_by_us(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
-    kept = filter_candidates(logits, block_argmax(logits)[0], params, Workspace())
-    return [ids[weights > 0].tolist() for ids, weights in zip(kept.token_ids, kept.weights, strict=True)]
+    found = filter_candidates(logits, block_argmax(logits)[0], params, Workspace())
+    return [ids[weights > 0].tolist() for ids, weights in zip(*found, strict=True)]
 
 
 filters = st.fixed_dictionaries(
@@ -552,7 +552,7 @@ def test_row_with_all_tokens_masked_fails() -> None:
 
 
 def test_rejected_duplicate_id_keeps_the_state_of_the_live_request() -> None:
-    """The engine prepares a sequence before it checks its id, and releases it again on rejection."""
+    """State belongs to the sequence, so a second sequence with its id does not share it."""
     live, duplicate = sequence("same", seed=None), sequence("same", seed=None)
     sampler = sampler_for(live)
     logits = torch.zeros(1, 1000)
