@@ -1,9 +1,9 @@
-"""What number formats cost in accuracy: perplexity on a fixed text, and how many greedy tokens agree.
+"""Accuracy of number formats: perplexity on a fixed text, and agreement of greedy tokens.
 
     python -m benchmarks.accuracy [--tokens 4096]
 
-The text is the language reference that comes with Python, in windows of 512 tokens. Perplexity comes from the engine's
-own prompt log probabilities, so that it goes through the pool, in chunks. The baseline is transformers' own code
+The text is the language reference included in Python, in windows of 512 tokens. Perplexity uses the prompt log
+probabilities of the engine, so it covers the KV pool and chunked prefill. The baseline is transformers' own modules
 (`compile: off`) in float32 and in bfloat16.
 """
 
@@ -35,7 +35,7 @@ def windows(tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def measure(settings: dict[str, Any], num_tokens: int) -> tuple[float, list[list[int]]]:
-    """Perplexity of the windows, and greedy continuations of their first halves."""
+    """Returns the perplexity of the windows, and greedy continuations of their first halves."""
     from minivllm import LLM, SamplingParams
 
     llm = LLM(**settings)
@@ -54,7 +54,7 @@ def measure(settings: dict[str, Any], num_tokens: int) -> tuple[float, list[list
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:
-    """Share of greedy tokens before the first difference of each pair."""
+    """Returns the share of greedy tokens before the first difference of each pair."""
     same = 0
     for left, right in zip(one, other, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), len(left))
@@ -63,7 +63,7 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the text")
     options = parser.parse_args()
     print_environment()
     rows, baseline, results = [], None, []
@@ -76,7 +76,7 @@ def main() -> None:
         share = agreement(baseline[1], greedy)
         rows.append((name, f"{perplexity:.4f}", change, f"{100 * share:.1f} %"))
         results.append({"settings": settings, "perplexity": perplexity, "greedy_agreement": share})
-    print_table(("settings", "perplexity", "against float32", "greedy tokens before the first difference"), rows)
+    print_table(("settings", "perplexity", "relative to float32", "greedy tokens before the first difference"), rows)
     write_json(options.json, "accuracy", results)
 
 

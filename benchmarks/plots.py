@@ -1,9 +1,9 @@
-"""Plots as PNG: throughput against concurrency, and latency against the rate of arrivals.
+"""Plots throughput by concurrency and latency by arrival rate as PNG.
 
     python -m benchmarks.plots concurrency [--peer-python PATH --peer-model FOLDER]
     python -m benchmarks.plots rate [--peer-python PATH --peer-model FOLDER]
 
-Both measure first, offline and over HTTP respectively, and write `benchmarks/results/*.png`.
+`concurrency` measures offline, `rate` over HTTP. Both write `benchmarks/results/*.png`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATES = (0.5, 1.0, 2.0, 3.0)
 
 
 def throughput_by_concurrency(peer_python: str | None, peer_model: str) -> list[Measurement]:
-    """256 tokens in, 64 out, so many requests at once."""
+    """Measures each concurrency with prompts of 256 tokens and outputs of 64."""
     found = []
     for count in CONCURRENCY:
         requests = even_work(count, 256, 64)
@@ -67,7 +67,10 @@ def plot_concurrency(found: list[Measurement]) -> None:
             label=f"{engine}, {kind}",
         )
     axes.set(
-        xscale="log", xlabel="requests at once (256 tokens in, 64 out)", ylabel="output tokens a second", ylim=(0, None)
+        xscale="log",
+        xlabel="concurrent requests (256 tokens in, 64 out)",
+        ylabel="output tokens per second",
+        ylim=(0, None),
     )
     axes.set_xticks(CONCURRENCY, [str(count) for count in CONCURRENCY])
     axes.grid(alpha=0.3)
@@ -92,7 +95,7 @@ def plot_rates(runs: list[Run]) -> None:
             high = [1000 * percentile(one, 0.99) for one in values]
             axes.plot(RATES, high, "o:", color=line[0].get_color(), label=f"{server}, 99 %")
     for axes, name in ((first, "time to first token, ms"), (token, "time per token, ms")):
-        axes.set(xlabel="requests a second (about 256 tokens in, 128 out)", ylabel=name, yscale="log")
+        axes.set(xlabel="requests per second (about 256 tokens in, 128 out)", ylabel=name, yscale="log")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(RESULTS / "latency_by_rate.png", dpi=120)
@@ -101,7 +104,7 @@ def plot_rates(runs: list[Run]) -> None:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("what", choices=["concurrency", "rate"])
-    parser.add_argument("--seconds", type=float, default=15, help="of each rate")
+    parser.add_argument("--seconds", type=float, default=15, help="duration of each rate")
     options = parser.parse_args()
     print_environment()
     RESULTS.mkdir(exist_ok=True)

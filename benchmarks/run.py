@@ -1,9 +1,9 @@
-"""The short set, with ratios to the peers that are named or installed. `make bench` runs this.
+"""Runs the short set of benchmarks, with ratios to the peers that are given or installed. `make bench` runs this.
 
     python -m benchmarks.run [--peer-python PATH --peer-model FOLDER] [--transformers-python PATH] [--llama FOLDER]
 
-Without `--peer-python` a vLLM is looked for under $MINIVLLM_PEERS (default ~/.cache/minivllm-peers): `vllm/bin/python`
-and the default model as safetensors in `smollm2`.
+Without `--peer-python`, uses a vLLM under $MINIVLLM_PEERS (default ~/.cache/minivllm-peers) if there is one:
+`vllm/bin/python`, and the default model as safetensors in `smollm2`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.throughput import measure, peers_of, report
 
 
 def installed_peer() -> tuple[str, str] | None:
-    """vLLM's Python and the model's folder, where both are."""
+    """Returns vLLM's Python and the model's folder if both exist."""
     folder = Path(os.environ.get("MINIVLLM_PEERS", Path.home() / ".cache" / "minivllm-peers"))
     python, model = folder / "vllm" / "bin" / "python", folder / "smollm2"
     return (str(python), str(model)) if python.exists() and model.exists() else None

@@ -1,13 +1,13 @@
-"""HTTP: what a client of the OpenAI-compatible server sees, all requests at once or arriving at a rate.
+"""Benchmarks the OpenAI-compatible server over HTTP: latencies and throughput in closed and open loop.
 
-    python -m benchmarks.serving --start [--quantization int8]           starts our server for the run
+    python -m benchmarks.serving --start [--quantization int8]           starts our server
     python -m benchmarks.serving --peer-python PATH --peer-model FOLDER  the same against `vllm serve`
     python -m benchmarks.serving --base-url http://127.0.0.1:8000 --model NAME
 
-Closed loop: 64 requests at once, and a few one after the other. Open loop: arrivals by a Poisson process at `--rate`,
-whatever the server does. With --start the same closed loops run on the engine alone as well, in this process: the
-difference is what serving costs. Prompts of about 256 tokens, 128 out. Reported are percentiles of time to first token,
-of the time between what arrives, of the time per token after the first (TPOT) and of the whole request.
+Closed loop: 64 requests at once, and a few one after the other. Open loop: Poisson arrivals at `--rate`. With --start
+the closed loops also run on the engine alone, in this process: the difference is the overhead of serving. Prompts have
+about 256 tokens, outputs 128. Reports percentiles of time to first token (TTFT), of the time between stream chunks, of
+time per output token after the first (TPOT) and of end-to-end latency.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ ROOT = Path(__file__).parent.parent
 START_SECONDS = 300
 ONE_BY_ONE_COUNT = 8
 SETTLE_SECONDS = 12
-"""A server has this long between its first answer and the load; what it does once after its start is over then."""
+"""Pause between the first response of a server and the load, in which its one-time work after the start ends."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request saw: seconds since it was sent, of each piece of the stream that carried text or tokens."""
+    """The stream of one request: seconds from sending it to each chunk with text or tokens."""
 
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One server under one load."""
+    """Results of one server under one load."""
 
     server: str
     load: str
@@ -88,7 +88,7 @@ class Run:
         several = [answer for answer in self.good if answer.tokens > 1]
         return sorted((answer.arrivals[-1] - answer.arrivals[0]) / (answer.tokens - 1) for answer in several)
 
-    def whole(self) -> list[float]:
+    def end_to_end(self) -> list[float]:
         return sorted(answer.arrivals[-1] for answer in self.good)
 
 
@@ -97,12 +97,12 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def work(count: int, seed: int = 1) -> list[Request]:
-    """Prompts of 128 to 384 tokens, 128 out."""
+    """Returns requests with prompts of 128 to 384 tokens and outputs of 128."""
     rng = random.Random(seed)
     return [Request([rng.choice(VOCABULARY) for _ in range(rng.randint(128, 384))], 128) for _ in range(count)]
 
 
-# -- the client: bare sockets, so that it takes little of the cores it shares with the server -------------------------
+# -- the client: plain sockets, because it shares the cores with the server -------------------------------------------
 
 
 async def ask(base_url: str, model: str, request: Request) -> Answer:
@@ -139,7 +139,7 @@ async def read_stream(reader: asyncio.StreamReader, answer: Answer, started: flo
     if len(status) < 2 or status[1] != b"200":
         answer.error = (b" ".join(status) + b" " + await reader.read(2000)).decode(errors="replace")
         return
-    # Looked into only when all is over: the time that a client takes is taken from the server beside it.
+    # Parsed after the stream ends, because parsing would take CPU time from the server.
     pieces = []
     while data := await reader.read(65536):
         pieces.append((time.perf_counter() - started, data))
@@ -151,7 +151,7 @@ async def read_stream(reader: asyncio.StreamReader, answer: Answer, started: flo
 
 
 def take_line(line: bytes, arrival: float, answer: Answer) -> None:
-    """Of the events only the last is parsed: it carries the usage, in most servers without choices."""
+    """Records the arrival of an event. Parses only the one with the usage, which is the last."""
     if not line.startswith(b"data: {"):
         return
     if b'"usage":{' in line or b'"usage": {' in line:
@@ -166,7 +166,7 @@ AT_ONCE, ONE_BY_ONE = "at once", "one by one"
 async def load(
     base_url: str, model: str, requests: Sequence[Request], arrivals: float | str
 ) -> tuple[float, list[Answer]]:
-    """All at once, one after the other, or each at its own time (a rate) whether or not the others are done."""
+    """Sends the requests at once, one by one, or as Poisson arrivals at a rate; returns seconds and answers."""
     rng = random.Random(2)
     started = time.perf_counter()
     tasks = []
@@ -181,8 +181,8 @@ async def load(
 
 
 @contextlib.contextmanager
-def standing_back() -> Iterator[None]:
-    """Meanwhile this thread, the client, interrupts nobody when a piece arrives: one on another machine would not."""
+def sched_batch() -> Iterator[None]:
+    """Runs this thread under SCHED_BATCH, so that the client does not preempt the server, as if on another machine."""
     policy = getattr(os, "SCHED_BATCH", None)
     if policy is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
@@ -195,9 +195,9 @@ def standing_back() -> Iterator[None]:
 
 
 def measure(server: str, base_url: str, model: str, count: int, arrivals: float | str) -> Run:
-    with standing_back():
+    with sched_batch():
         seconds, answers = asyncio.run(load(base_url, model, work(count), arrivals))
-    run = Run(server, arrivals if isinstance(arrivals, str) else f"{arrivals:g} a second", seconds, answers)
+    run = Run(server, arrivals if isinstance(arrivals, str) else f"{arrivals:g} per second", seconds, answers)
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         print(f"{server}: {len(failed)} of {count} requests failed, the first with: {failed[0][:300]}")
@@ -209,7 +209,7 @@ def measure(server: str, base_url: str, model: str, count: int, arrivals: float 
 
 @contextlib.contextmanager
 def running(command: list[str], environment: dict[str, str], base_url: str) -> Iterator[None]:
-    """A server in a process group of its own, from its first answer on."""
+    """Runs a server in its own process group; enters when it responds and stops it at the end."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -245,8 +245,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def carrying_messages() -> list[str]:
-    """What `make serve` puts in front of the command, where the system allows it."""
+def batch_policy_prefix() -> list[str]:
+    """Returns the command prefix of `make serve` that sets SCHED_BATCH, or nothing where that is not permitted."""
     prefix = ["chrt", "--batch", "0"]
     with contextlib.suppress(OSError):
         if subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode == 0:
@@ -256,7 +256,7 @@ def carrying_messages() -> list[str]:
 
 @contextlib.contextmanager
 def our_server(quantization: str | None) -> Iterator[str]:
-    """`serve run` on the shipped configuration, with a port of its own. Yields its base URL."""
+    """Runs `serve run` with the shipped configuration on a free port. Yields its base URL."""
     import yaml
 
     port = free_port()
@@ -271,9 +271,9 @@ def our_server(quantization: str | None) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "serve.yaml")
         path.write_text(yaml.safe_dump(config))
-        command = [*carrying_messages(), str(Path(sys.executable).parent / "serve"), "run", str(path)]
+        command = [*batch_policy_prefix(), str(Path(sys.executable).parent / "serve"), "run", str(path)]
         environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}
-        # Ray's workers stand back behind everything else on the machine; a peer's server does not.
+        # Ray's workers run at a lower priority by default; a peer's server does not.
         environment["RAY_worker_niceness"] = "0"
         with running(command, environment, base_url):
             yield base_url
@@ -281,7 +281,7 @@ def our_server(quantization: str | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def vllm_server(python: str, model: str) -> Iterator[str]:
-    """`vllm serve` at its best. Yields its base URL."""
+    """Runs `vllm serve` with its fastest settings. Yields its base URL."""
     port = free_port()
     script = str(ROOT / "benchmarks" / "peer_engines.py")
     command = [python, script, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
@@ -293,7 +293,7 @@ def vllm_server(python: str, model: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def llama_server(folder: Path, quantization: str | None) -> Iterator[str]:
-    """`llama-server`. Yields its base URL."""
+    """Runs `llama-server`. Yields its base URL."""
     port = free_port()
     base_url = f"http://127.0.0.1:{port}"
     with running(llama_cpp.server_command(folder, quantization, port), llama_cpp.environment(folder), base_url):
@@ -352,11 +352,11 @@ def report(runs: Sequence[Run]) -> None:
         cells: list[Any] = [run.server, run.load, len(run.good), f"{run.tokens_per_second:.0f}"]
         cells += [
             " / ".join(f"{1000 * percentile(values, share):.0f}" for share in (0.5, 0.9, 0.99))
-            for values in (run.first_token(), run.between(), run.per_token(), run.whole())
+            for values in (run.first_token(), run.between(), run.per_token(), run.end_to_end())
         ]
         rows.append(cells)
     print("times in ms: median / 90 % / 99 %")
-    print_table(("server", "load", "answered", "tokens/s", "first token", "between", "per token", "whole"), rows)
+    print_table(("server", "load", "answered", "tokens/s", "first token", "between", "per token", "end to end"), rows)
 
 
 def as_results(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -371,7 +371,7 @@ def as_results(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     ("first_token", run.first_token()),
                     ("between", run.between()),
                     ("per_token", run.per_token()),
-                    ("whole", run.whole()),
+                    ("end_to_end", run.end_to_end()),
                 )
             },
         }
@@ -381,13 +381,15 @@ def as_results(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--base-url", help="a server that is running already")
-    parser.add_argument("--model", help="its name there (default: what it lists first)")
+    parser.add_argument("--base-url", help="URL of a running server")
+    parser.add_argument("--model", help="model name on that server (default: the first it lists)")
     parser.add_argument("--start", action="store_true", help="start our own server")
     parser.add_argument("--quantization", choices=["none", "int8", "both"], default="none")
-    parser.add_argument("--requests", type=int, default=64, help="of the closed loop")
-    parser.add_argument("--rate", type=float, action="append", default=None, help="requests a second; several times")
-    parser.add_argument("--seconds", type=float, default=20, help="of each rate")
+    parser.add_argument("--requests", type=int, default=64, help="number of requests in the closed loop")
+    parser.add_argument(
+        "--rate", type=float, action="append", default=None, help="requests per second of an open loop; may be repeated"
+    )
+    parser.add_argument("--seconds", type=float, default=20, help="duration of each open loop")
     options = parser.parse_args()
     options.rate = [2.0] if options.rate is None else [rate for rate in options.rate if rate > 0]
     print_environment()
@@ -407,7 +409,7 @@ def main() -> None:
         with llama_server(options.llama, None) as base_url:
             runs += run_loads("llama-server bfloat16", base_url, options)
     if not runs:
-        parser.error("say --start, --base-url, --peer-python or --llama")
+        parser.error("one of --start, --base-url, --peer-python and --llama is required")
     report(runs)
     write_json(options.json, "serving", as_results(runs))
 

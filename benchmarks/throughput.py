@@ -1,9 +1,9 @@
-"""Offline throughput: output tokens a second when many requests come at once.
+"""Offline throughput: output tokens per second for a batch of requests.
 
     python -m benchmarks.throughput [--work reference] [--quantization int8] [--peer-python PATH --peer-model FOLDER]
 
-Works: `reference` (64 ragged requests), `even` (64 of 256 in and 128 out), `shared` (64 with 400 common tokens, prefix
-caching on), `one` (a single stream).
+Workloads: `reference` (64 ragged requests), `even` (64 of 256 tokens in and 128 out), `shared` (64 with a common prefix
+of 400 tokens, prefix caching on), `one` (a single stream).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(
     model: str,
     llama: Path | None = None,
 ) -> list[Measurement]:
-    """Ours in each quantization, then the peers: those given as (engine, its Python), and llama.cpp."""
+    """Measures our engine in each quantization, then the peers given as (engine, its Python), and llama.cpp."""
     requests: list[Request] = WORKS[work]()
     caching = work == "shared"
     found = []
@@ -56,7 +56,7 @@ def measure(
 
 
 def peers_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """(engine, its Python) of the peers that were named."""
+    """Returns (engine, its Python) of the peers in the options."""
     peers = [("vllm", options.peer_python)] if options.peer_python else []
     if options.transformers_python:
         peers += [(name, options.transformers_python) for name in ("transformers", "transformers-continuous")]
@@ -82,10 +82,10 @@ def report(found: Sequence[Measurement]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--work", choices=WORKS, action="append", help="may be given several times")
+    parser.add_argument("--work", choices=WORKS, action="append", help="workload; may be repeated")
     parser.add_argument("--quantization", choices=["none", "int8", "both"], default="none")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=2, help="of ours; the best counts")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of our engine, of which the best counts")
     options = parser.parse_args()
     chosen: dict[str, list[str | None]] = {"none": [None], "int8": ["int8"], "both": [None, "int8"]}
     print_environment()

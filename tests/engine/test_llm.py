@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from minivllm import LLM, SamplingParams
 from minivllm.core.errors import EngineDeadError, InvalidRequestError, NeverFitsError
 from minivllm.core.sampling_params import StructuredOutput
-from minivllm.core.sequence import FinishReason
+from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.core.text.detokenizer import IncrementalDetokenizer
 from tests.core.text.text_kinds import TEXTS, tokenizer_of
 
@@ -54,13 +54,22 @@ def shared(folder: Path) -> LLM:
 
 
 @pytest.fixture
-def llm(shared: LLM) -> Iterator[LLM]:
+def llm(shared: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """Returns the shared LLM; checks after each test that it is idle."""
+    prepared: list[Sequence] = []
+    runner = shared.engine.model_runner
+    prepare = runner.prepare
+
+    def record(sequence: Sequence) -> None:
+        prepared.append(sequence)
+        prepare(sequence)
+
+    monkeypatch.setattr(runner, "prepare", record)
     yield shared
     assert not shared.engine.has_unfinished_requests()
     stats = shared.engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_total_blocks)
-    assert not shared.engine.model_runner.sampler._states
+    assert all(sequence.sampler_state is None for sequence in prepared)
 
 
 def greedy(max_tokens: int = 24, **fields: Any) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a place: a pure function of seed, position and column, with no state to keep."""
+"""Counter-based random numbers, as Philox: a pure function of seed, position and column, without generator state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _LOW_BITS = (1 << 64) - 1
 
 
 def random_bits(seeds: Items[int], positions: Items[int], columns: npt.NDArray[np.int64]) -> UintArray:
-    """Random 64-bit words.
+    """Returns random 64-bit words from SplitMix64 (Steele, Lea, Flood 2014; it passes BigCrush).
+
+    The key is mixed from seed and position; the column is the counter.
 
     Args:
-        seeds, positions: one of each a row.
+        seeds, positions: one of each per row.
         columns: (columns,), the same for all rows, or (rows, columns); not negative.
 
     Returns:
-        (rows, columns): SplitMix64 (Steele, Lea, Flood 2014; it passes BigCrush) at the counter `column`, under a key
-        mixed from seed and position.
+        (rows, columns).
     """
     with np.errstate(over="ignore"):
         seed = np.array([value & _LOW_BITS for value in seeds], dtype=np.uint64)
@@ -41,11 +42,13 @@ def _mix(x: UintArray) -> UintArray:
 def exponential_noise(
     seeds: Items[int], positions: Items[int], columns: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Standard exponential variates, never 0; arguments and shape as `random_bits`."""
+    """Returns standard exponential variates, never 0. Arguments and shape are those of `random_bits`."""
     uniform = ((random_bits(seeds, positions, columns) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(uniform)
 
 
-def fresh_seed(base: int | None, number: int) -> int:
-    """A 64-bit seed: that of request `number` under `base`, or one that nobody can guess."""
-    return secrets.randbits(64) if base is None else int(random_bits([base], [number], np.zeros(1, np.int64))[0, 0])
+def make_seed(engine_seed: int | None, number: int) -> int:
+    """Returns the 64-bit seed of the `number`-th request of an engine; unpredictable if the engine has no seed."""
+    if engine_seed is None:
+        return secrets.randbits(64)
+    return int(random_bits([engine_seed], [number], np.zeros(1, np.int64))[0, 0])

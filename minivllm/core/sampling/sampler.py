@@ -1,18 +1,17 @@
-"""Sampler: logits of the rows that sample -> one token each.
+"""Sampler: samples one token per row of logits.
 
-What a row gets depends on its own logits, parameters and tokens only, never on its neighbours in the batch:
+The result of a row depends on its own logits, parameters and tokens only, never on the other rows of the batch:
 
 - Every operation works along a row, and ties go to the lowest token id.
-- The random numbers of a request are a pure function of (its seed, how many tokens it has generated), see
-  `sampler_noise`. Nothing is drawn from a shared stream, so a preempted and recomputed sequence, or a batch that had to
-  be sampled again row by row, goes on exactly where it was.
+- The random numbers of a request are a pure function of its seed and the number of its output tokens, see `rng`. So a
+  recomputed sequence, or a batch that is sampled again row by row, gets the same tokens.
 
-Order: repetition, frequency and presence penalties; logit_bias; min_tokens; the grammar's mask. A greedy row then
-takes the argmax. The others: temperature, top_k, top_p, min_p, each on what the one before left (the order of
-transformers and llama.cpp), see `sampler_filters`.
+Order: repetition, frequency and presence penalties; logit_bias; min_tokens; the grammar's bitmask. A greedy row then
+takes the argmax. Other rows apply temperature, top_k, top_p and min_p, each to what the one before keeps (the order of
+transformers and llama.cpp), see `topk_topp`.
 
-Reported log probabilities are those of the model itself: log-softmax of the raw logits, before penalties, bias,
-masks and temperature, as OpenAI's and vLLM's servers report by default.
+Reported log probabilities are the log-softmax of the raw logits, before penalties, bias, masks and temperature, as
+vLLM's and OpenAI's servers report by default.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ from minivllm.core.errors import InvalidRequestError, MinivllmError, RequestFail
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.ops import (
     Workspace,
+    apply_logit_bias,
+    apply_penalties,
+    apply_token_bitmask,
     block_argmax,
-    draw_from_all,
-    draw_from_kept,
-    rule_out,
-    scatter_rows,
-    token_logprobs,
-    weigh,
+    mask_tokens,
+    random_sample,
+    random_sample_candidates,
+    select_rows,
+    unnormalized_softmax,
 )
-from minivllm.core.sampling.rng import fresh_seed
-from minivllm.core.sampling.state import RowState
-from minivllm.core.sampling.structured_output import GrammarCompiler, GrammarMasks
-from minivllm.core.sampling.topk_topp import has_filter, keep, needs_total
+from minivllm.core.sampling.rng import make_seed
+from minivllm.core.sampling.state import SamplerState
+from minivllm.core.sampling.structured_output import GrammarCompiler, GrammarMatcher
+from minivllm.core.sampling.topk_topp import filter_candidates, has_filter, topk_per_row
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Sampler", "token_logprobs"]
-
 
 class Sampler:
-    """Samples tokens; keeps a small state for each live sequence.
+    """Samples tokens. The state of each sequence is its `sampler_state`.
 
     Args:
         vocab_size: width of the logits.
-        eos_token_ids: what `min_tokens` holds back and a finished grammar allows.
-        tokenizer: needed for structured output only: the tokenizer, or a function that makes it at first use.
-        seed: makes requests without a seed repeatable: the n-th request prepared always draws the same numbers.
+        eos_token_ids: tokens that `min_tokens` masks and a finished grammar allows.
+        tokenizer: the tokenizer for structured output, or a function that loads it at first use.
+        seed: makes requests without a seed reproducible, by the order in which they are prepared.
     """
 
     def __init__(
@@ -70,277 +69,234 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
-        self._prepared_count = 0
-        self._states: dict[Sequence, RowState] = {}
+        self._num_prepared = 0
         self._grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_token_ids)
-        self._raw, self._adjusted, self._weights = Workspace(), Workspace(), Workspace()
-        self._mask_thread: ThreadPoolExecutor | None = None
-        self._started_masks: GrammarMasks | None = None
-        self._pending_masks: Future[GrammarMasks] | None = None
+        self._raw, self._adjusted, self._workspace = Workspace(), Workspace(), Workspace()
+        self._bitmask_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-bitmasks")
+        self._pending_bitmasks: Future[None] | None = None
 
     def warm_up(self) -> None:
-        """Loads what the first grammar would otherwise wait for: the tokenizer, and its vocabulary as a trie.
-
-        A model without a tokenizer is fine: its requests for structured output are refused, each by itself.
-        """
+        """Loads the tokenizer for grammars. Does not fail for a model without one, which only refuses grammars."""
         try:
-            self._grammars.load()
+            self._grammars.load_tokenizer()
         except MinivllmError as error:
             logger.info("no structured output with this model: %s", error)
 
-    # -- life of a sequence ------------------------------------------------------------------------
+    # -- state of a sequence -----------------------------------------------------------------------
 
     def prepare(self, sequence: Sequence) -> None:
-        """Checks what only the model's side can check, and compiles the grammar. Keeps nothing when it raises.
+        """Checks the parameters against the model, compiles the grammar, and sets `sequence.sampler_state`.
 
         Raises:
-            InvalidRequestError: a token id beyond the logits' width, or a grammar that cannot be compiled.
+            InvalidRequestError: a token id is outside the vocabulary, or the grammar cannot be compiled. No state is
+                set.
         """
         params = sequence.sampling_params
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        grammar = None
+        for param, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise InvalidRequestError(
+                        f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}",
+                        param=param,
+                    )
+        matcher = None
         if params.structured_output is not None:
-            grammar = self._grammars.compile(params.structured_output)
-        seed = self._seed_of(sequence)
-        self._prepared_count += 1
-        self._states[sequence] = RowState(sequence, seed, self.eos_token_ids, grammar)
+            ll_matcher = self._grammars.compile(params.structured_output)
+            matcher = GrammarMatcher(sequence, params.structured_output, ll_matcher)
+        seed = make_seed(self._seed, self._num_prepared) if params.seed is None else params.seed + sequence.index
+        sequence.sampler_state = SamplerState(sequence, seed, self.eos_token_ids, matcher)
+        self._num_prepared += 1
 
     def release(self, sequence: Sequence) -> None:
-        """Forgets the sequence. One that is not known is a no-op."""
-        self._states.pop(sequence, None)
-
-    def _check_ids(self, param: str, token_ids: dict[int, float] | tuple[int, ...]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequestError(
-                    f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}", param=param
-                )
-
-    def _seed_of(self, sequence: Sequence) -> int:
-        """Choice k of n uses seed + k. Without a seed: one nobody can guess, or the next of the engine's seed."""
-        if sequence.sampling_params.seed is not None:
-            return sequence.sampling_params.seed + sequence.index
-        return fresh_seed(self._seed, self._prepared_count)
-
-    def _state_of(self, sequence: Sequence) -> RowState:
-        if sequence not in self._states:
-            self.prepare(sequence)
-        return self._states[sequence]
+        """Clears `sequence.sampler_state`. Idempotent."""
+        sequence.sampler_state = None
 
     def precompile(self, params: SamplingParams) -> None:
-        """Compiles and keeps the grammar of a request to come, from any thread. Raises what `prepare` would."""
+        """Compiles and caches the grammar of a later request, from any thread. Raises what `prepare` would."""
         if params.structured_output is not None:
             self._grammars.compile(params.structured_output)
 
-    # -- grammar masks, beside the forward pass ----------------------------------------------------
+    # -- grammar bitmasks --------------------------------------------------------------------------
 
-    def start_masks(self, sequences: list[Sequence]) -> None:
-        """Starts to compute the grammar masks of these sequences on a thread; `sample` joins it.
+    def start_bitmasks(self, sequences: list[Sequence]) -> None:
+        """Starts to compute the grammar bitmasks of these sequences on a thread, without the GIL; `sample` joins it.
 
-        Call it before the forward pass with the sequences whose logits that pass will sample; calling it for others,
-        or not at all, is harmless. The work releases the GIL.
+        Call it before the forward pass with the sequences that sample after it. `sample` computes missing bitmasks.
         """
-        self._join_masks()
-        entries = [
-            (sequence, state.grammar)
-            for sequence in sequences
-            if (state := self._states.get(sequence)) is not None and state.grammar is not None
-        ]
-        if not entries:
-            return
-        if self._mask_thread is None:
-            self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        self._pending_masks = self._mask_thread.submit(self._grammars.masks, entries)
+        self._join_bitmasks()
+        states = [sequence.sampler_state for sequence in sequences]
+        matchers = [state.matcher for state in states if state is not None and state.matcher is not None]
+        if matchers:
+            self._pending_bitmasks = self._bitmask_thread.submit(self._grammars.fill_bitmasks, matchers)
 
-    def _join_masks(self) -> GrammarMasks | None:
-        pending, self._pending_masks = self._pending_masks, None
-        return pending.result() if pending is not None else None
-
-    def _masks_of(self, states: list[RowState]) -> GrammarMasks | None:
-        """Masks of those rows that have a grammar, as started before, or computed now."""
-        entries = [(state.sequence, state.grammar) for state in states if state.grammar is not None]
-        masks = self._started_masks
-        if not entries or (masks is not None and all(masks.hold(sequence) for sequence, _ in entries)):
-            return masks
-        return self._grammars.masks(entries)
+    def _join_bitmasks(self) -> None:
+        pending, self._pending_bitmasks = self._pending_bitmasks, None
+        if pending is not None:
+            pending.result()
 
     # -- sampling ----------------------------------------------------------------------------------
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """Samples one token for each row.
+        """Samples one token per row.
 
         Args:
             logits: (rows, vocab_size), any float type and device. Not changed.
-            sequences: one for each row, in the same order.
+            sequences: one per row, in the same order; prepared.
 
         Returns:
-            One result a row. A row whose logits are not numbers, or that fails by itself, has `error` set; the others
-            are what they would be without it.
+            One result per row. A row that fails, or whose logits are not finite, has `error` set and does not affect
+            the others.
         """
-        self._started_masks = self._join_masks()
+        self._join_bitmasks()
         if not sequences:
             return []
         with torch.inference_mode():
             return self._sample(logits.detach()[:, : self.vocab_size], sequences)
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """Plain greedy rows by one argmax; the others by the general path."""
-        results: list[SampleResult | None] = [None] * len(sequences)
-        others: list[int] = []
-        for row, sequence in enumerate(sequences):
-            state = self._states.get(sequence)
-            if state is None or not state.is_plain_greedy:
-                others.append(row)
-        if len(others) < len(sequences):
-            self._sample_greedy(logits, others, results)
-        if others:
-            self._sample_others(logits, others, sequences, results)
-        return [result if result is not None else SampleResult(error=_failed("no result")) for result in results]
-
-    def _sample_greedy(self, logits: torch.Tensor, others: list[int], results: list[SampleResult | None]) -> None:
-        """One argmax over all rows, plain greedy or not: cheaper than picking rows out."""
+        """Samples plain greedy rows by one argmax over all rows, which is cheaper than selecting them."""
+        states = [sequence.sampler_state for sequence in sequences]
+        others = [row for row, state in enumerate(states) if state is None or not state.is_plain_greedy]
+        if len(others) == len(sequences):
+            return self._sample_isolated(logits, sequences)
         values, token_ids = block_argmax(logits)
-        skipped = set(others)
-        finite = torch.isfinite(values).tolist()
-        for row, token_id in enumerate(token_ids.tolist()):
-            if row not in skipped:
-                results[row] = SampleResult(token_id) if finite[row] else SampleResult(error=_not_finite())
-
-    def _sample_others(
-        self, logits: torch.Tensor, rows: list[int], sequences: list[Sequence], results: list[SampleResult | None]
-    ) -> None:
-        """Samples these rows together; if that raises, one by one, so that the error stays with its row."""
-        try:
-            found = self._sample_rows(_pick(logits, rows), [sequences[row] for row in rows])
-            for row, result in zip(rows, found, strict=True):
+        results = [
+            SampleResult(token_id) if is_finite else SampleResult(error=_not_finite())
+            for token_id, is_finite in zip(token_ids.tolist(), torch.isfinite(values).tolist(), strict=True)
+        ]
+        if others:
+            found = self._sample_isolated(select_rows(logits, others), [sequences[row] for row in others])
+            for row, result in zip(others, found, strict=True):
                 results[row] = result
-            return
-        except Exception:
-            if len(rows) > 1:
-                logger.debug("sampling %d rows together failed; each is tried alone", len(rows), exc_info=True)
-        for row in rows:
-            try:
-                results[row] = self._sample_rows(_pick(logits, [row]), [sequences[row]])[0]
-            except MinivllmError as error:
-                results[row] = SampleResult(error=error)
-            except Exception as error:
-                logger.exception("sampling request %s failed", sequences[row].request_id)
-                results[row] = SampleResult(error=_failed(repr(error)))
+        return results
+
+    def _sample_isolated(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
+        """Samples these rows together; if that raises, row by row, so that only the failing row gets the error."""
+        try:
+            return self._sample_rows(logits, sequences)
+        except Exception as error:
+            if len(sequences) == 1:
+                if isinstance(error, MinivllmError):
+                    return [SampleResult(error=error)]
+                logger.exception("sampling request %s failed", sequences[0].request_id)
+                return [SampleResult(error=_failed(repr(error)))]
+            logger.debug("sampling %d rows together failed; samples them one by one", len(sequences), exc_info=True)
+        rows = zip(logits.split(1), sequences, strict=True)
+        return [self._sample_isolated(row_logits, [sequence])[0] for row_logits, sequence in rows]
 
     def _sample_rows(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """The general path. `logits` is (rows, vocab_size), and not changed."""
-        states = [self._state_of(sequence) for sequence in sequences]
+        """Samples rows with any parameters. `logits` (rows, vocab_size) is not changed."""
+        states = [_state(sequence) for sequence in sequences]
         raw = logits
         if logits.dtype != torch.float32:
             raw = self._raw.take(len(states), logits.shape[1], logits.device).copy_(logits)
         maxima, best = block_argmax(raw)
         raw_is_finite = torch.isfinite(maxima).tolist()
         adjusted = raw
-        if any(state.adjusts for state in states):
+        if any(state.changes_logits for state in states):
             adjusted = self._adjusted.take(len(states), raw.shape[1], raw.device).copy_(raw)
             self._adjust(adjusted, states)
             maxima, best = block_argmax(adjusted)
-        chosen: list[int] = best.tolist()
-        has_choice = torch.isfinite(maxima).tolist()
-        drawing = [row for row, state in enumerate(states) if has_choice[row] and not state.is_greedy]
-        if drawing:
-            self._draw(adjusted, maxima, drawing, states, chosen)
-        logprobs = _logprobs(raw, states, chosen)
+        token_ids: list[int] = best.tolist()
+        is_finite = torch.isfinite(maxima).tolist()
+        random_rows = [row for row, state in enumerate(states) if is_finite[row] and not state.params.is_greedy]
+        self._random_sample(adjusted, maxima, random_rows, states, token_ids)
+        logprobs = _logprobs(raw, states, token_ids)
         return [
             SampleResult(error=_not_finite())
             if not raw_is_finite[row]
-            else SampleResult(error=_failed("every token is ruled out"))
-            if not has_choice[row]
+            else SampleResult(error=_failed("every token is masked"))
+            if not is_finite[row]
             else SampleResult(token_id, logprobs.get(row))
-            for row, token_id in enumerate(chosen)
+            for row, token_id in enumerate(token_ids)
         ]
 
-    def _adjust(self, logits: torch.Tensor, states: list[RowState]) -> None:
-        """Penalties, bias, min_tokens and grammar masks, in place."""
-        penalised = [(row, state.penalties) for row, state in enumerate(states) if state.penalties is not None]
-        if penalised:
-            scatter_rows(logits, [(row, penalty.entries()) for row, penalty in penalised], _penalise)
-        biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
+    def _adjust(self, logits: torch.Tensor, states: list[SamplerState]) -> None:
+        """Applies penalties, bias, min_tokens and grammar bitmasks in place."""
+        rows = list(enumerate(states))
+        penalized = [(row, *state.penalties.update()) for row, state in rows if state.penalties is not None]
+        if penalized:
+            apply_penalties(logits, penalized)
+        biased = [(row, *state.logit_bias) for row, state in rows if state.logit_bias is not None]
         if biased:
-            scatter_rows(logits, biased, lambda values, columns: values + columns[0])
-        masks = self._masks_of(states)
-        held_back = [
-            (row, (state.stop_ids,))
-            for row, state in enumerate(states)
-            if state.holds_back_stop() and not (masks and masks.is_complete(state.sequence))
-        ]
-        if held_back:
-            scatter_rows(logits, held_back, lambda values, _: np.full_like(values, -np.inf))
-        followed = [row for row, state in enumerate(states) if state.grammar is not None]
-        if masks and followed:
-            bits = np.stack([masks.bits(states[row].sequence) for row in followed])
-            if len(followed) == len(states):
-                rule_out(logits, bits, self._weights)
-            else:
-                picked = logits[followed]
-                rule_out(picked, bits, self._weights)
-                logits[followed] = picked
+            apply_logit_bias(logits, biased)
+        matchers = [(row, state.matcher) for row, state in rows if state.matcher is not None]
+        self._grammars.fill_bitmasks([matcher for _, matcher in matchers])
+        stops = [(row, state.stop_token_ids) for row, state in rows if state.masks_stop_tokens()]
+        if stops:
+            mask_tokens(logits, stops)
+        if matchers:
+            bitmask = np.stack([matcher.bitmask() for _, matcher in matchers])
+            apply_token_bitmask(logits, [row for row, _ in matchers], bitmask, self._workspace)
 
-    def _draw(
+    def _random_sample(
         self,
         logits: torch.Tensor,
         maxima: torch.Tensor,
         rows: list[int],
-        states: list[RowState],
-        chosen: list[int],
+        states: list[SamplerState],
+        token_ids: list[int],
     ) -> None:
-        """Draws the tokens of these rows into `chosen`."""
-        width = logits.shape[1]
-        params = {row: states[row].sequence.sampling_params for row in rows}
-        filtered = [row for row in rows if has_filter(params[row], width)]
-        # The whole distribution is needed to draw from it, and to know what share of it top_p asks for.
-        whole = [row for row in rows if row not in set(filtered)]
-        shares = [row for row in filtered if needs_total(params[row], width)]
-        weighed = whole + shares
-        totals = np.zeros(len(states))
-        if weighed:
-            picked = _pick(logits, weighed)
-            temperatures = [params[row].temperature for row in weighed]
-            weights, sums = weigh(picked, _pick(maxima, weighed), temperatures, self._weights)
-            totals[weighed] = sums.sum(-1).cpu().numpy()
-            if whole:
-                count = len(whole)
-                found = draw_from_all(weights[:count], sums[:count], *_places(states, whole)).tolist()
-                for row, token_id in zip(whole, found, strict=True):
-                    chosen[row] = token_id
-        if filtered:
-            kept = keep(
-                _pick(logits, filtered), _pick(maxima, filtered), totals[filtered], [params[row] for row in filtered]
-            )
-            for row, token_id in zip(filtered, draw_from_kept(kept, *_places(states, filtered)), strict=True):
-                chosen[row] = token_id
+        """Samples these rows at random; writes the tokens to `token_ids`."""
+        filtered = [row for row in rows if has_filter(states[row].params, logits.shape[1])]
+        unfiltered = [row for row in rows if row not in set(filtered)]
+        for selected in (unfiltered, filtered):
+            if not selected:
+                continue
+            picked, picked_maxima = select_rows(logits, selected), select_rows(maxima, selected)
+            params = [states[row].params for row in selected]
+            seeds = [states[row].seed for row in selected]
+            positions = [len(states[row].sequence.output_token_ids) for row in selected]
+            if selected is filtered:
+                candidates = filter_candidates(picked, picked_maxima, params, self._workspace)
+                sampled = random_sample_candidates(*candidates, seeds, positions)
+            else:
+                temperatures = [one.temperature for one in params]
+                weights, sums = unnormalized_softmax(picked, picked_maxima, temperatures, self._workspace)
+                sampled = random_sample(weights, sums, seeds, positions).tolist()
+            for row, token_id in zip(selected, sampled, strict=True):
+                token_ids[row] = token_id
 
 
-def _places(states: list[RowState], rows: list[int]) -> tuple[list[int], list[int]]:
-    """(seeds, positions) that the random numbers of these rows belong to."""
-    return [states[row].seed for row in rows], [len(states[row].sequence.output_token_ids) for row in rows]
+def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Returns the log probabilities of the given tokens and of the top tokens of their rows.
+
+    Args:
+        logits: (rows, vocab), raw.
+        token_ids: one per row.
+        num_top: number of top tokens per row, 0 for none.
+    """
+    logits = logits.float()
+    # Not `logsumexp`, which is several times slower on a CPU.
+    largest = logits.amax(dim=-1, keepdim=True)
+    normalizer = (logits - largest).exp_().sum(dim=-1, keepdim=True).log_() + largest
+    own = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None]) - normalizer
+    own_list = own.squeeze(1).tolist()
+    if not any(num_top):
+        return [TokenLogprobs(token_id, value) for token_id, value in zip(token_ids, own_list, strict=True)]
+    found = topk_per_row(logits, [min(count, logits.shape[1]) for count in num_top])
+    offsets = normalizer.squeeze(1).tolist()
+    return [
+        TokenLogprobs(token_id, value, tuple(zip(ids.tolist(), (values - offset).tolist(), strict=True)))
+        for token_id, value, (ids, values), offset in zip(token_ids, own_list, found, offsets, strict=True)
+    ]
 
 
-def _logprobs(raw: torch.Tensor, states: list[RowState], chosen: list[int]) -> dict[int, TokenLogprobs]:
-    """By row, where asked for."""
-    wanted = [(row, state.num_logprobs) for row, state in enumerate(states) if state.num_logprobs is not None]
-    if not wanted:
+def _logprobs(raw: torch.Tensor, states: list[SamplerState], token_ids: list[int]) -> dict[int, TokenLogprobs]:
+    """Returns the log probabilities by row, where requested."""
+    requested = [(row, state.params.logprobs) for row, state in enumerate(states) if state.params.logprobs is not None]
+    if not requested:
         return {}
-    rows = [row for row, _ in wanted]
-    found = token_logprobs(_pick(raw, rows), [chosen[row] for row in rows], [count for _, count in wanted])
+    rows = [row for row, _ in requested]
+    found = token_logprobs(select_rows(raw, rows), [token_ids[row] for row in rows], [count for _, count in requested])
     return dict(zip(rows, found, strict=True))
 
 
-def _penalise(values: np.ndarray, columns: tuple[np.ndarray, ...]) -> np.ndarray:
-    repetition, subtract = columns
-    penalised: np.ndarray = np.where(values > 0, values / repetition, values * repetition) - subtract
-    return penalised
-
-
-def _pick(rows_of: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """These rows; no copy when they are all."""
-    return rows_of if rows == list(range(rows_of.shape[0])) else rows_of[rows]
+def _state(sequence: Sequence) -> SamplerState:
+    state: SamplerState | None = sequence.sampler_state
+    if state is None:
+        raise _failed("the sequence was not prepared")
+    return state
 
 
 def _not_finite() -> RequestFailedError:

@@ -113,7 +113,7 @@ class ModelRunner:
             One result for each scheduled sequence, in order; without a token where none is due.
         """
         sampled = [scheduled for scheduled in step.sequences if scheduled.samples]
-        self.sampler.start_masks([scheduled.sequence for scheduled in sampled])
+        self.sampler.start_bitmasks([scheduled.sequence for scheduled in sampled])
         model_input = self.make_input(step.sequences)
         hidden_states = self.forward(model_input)
         last_rows = model_input.last_rows

@@ -18,6 +18,8 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models.loader import choose_device, choose_dtype, load_model
+from minivllm.core.sampling.sampler import Sampler
+from minivllm.core.sequence import Sequence
 from minivllm.core.worker import memory_profiling as memory
 from minivllm.core.worker.model_runner import ModelRunner
 from tests.engine.tiny_models import TINY, save_tiny
@@ -185,12 +187,18 @@ def test_default_max_model_len_is_bounded_by_pool_and_model(llama: Path) -> None
 def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling steps run on any device, so their arithmetic is checked without a GPU."""
     tokens_seen = []
-    forward = ModelRunner.forward
+    prepared: list[Sequence] = []
+    forward, prepare = ModelRunner.forward, Sampler.prepare
+
+    def recorded(sampler: Sampler, sequence: Sequence) -> None:
+        prepared.append(sequence)
+        prepare(sampler, sequence)
 
     def watched(runner: ModelRunner, model_input: ModelInput) -> torch.Tensor:
         tokens_seen.append(len(model_input.positions))
         return forward(runner, model_input)
 
+    monkeypatch.setattr(Sampler, "prepare", recorded)
     monkeypatch.setattr(ModelRunner, "forward", watched)
     monkeypatch.setattr(ModelRunner, "_count_blocks", lambda runner: memory.blocks_on_cuda(runner, 0.5))
     gib = 2**30
@@ -207,7 +215,8 @@ def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, mo
     runner = ModelRunner(config_for(llama, **settings))
     assert runner.num_blocks == 999
     assert tokens_seen == [50, 6]
-    assert not runner.sampler._states
+    assert len(prepared) == 6
+    assert all(sequence.sampler_state is None for sequence in prepared)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
     with pytest.raises(ModelLoadError, match="gpu_memory_utilization"):
         ModelRunner(config_for(llama, **settings))

@@ -14,9 +14,22 @@ from hypothesis import strategies as st
 from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import SampleResult
 from minivllm.core.sampling import sampler as sampler_module
-from minivllm.core.sampling.ops import BLOCK, Workspace, block_argmax, draw_from_all, rule_out, weigh
+from minivllm.core.sampling.ops import (
+    BLOCK,
+    Workspace,
+    apply_token_bitmask,
+    block_argmax,
+    random_sample,
+    unnormalized_softmax,
+)
 from minivllm.core.sampling.sampler import Sampler
-from minivllm.core.sampling.topk_topp import _not_below_on_cpu, _not_below_on_device, has_filter, keep, likeliest
+from minivllm.core.sampling.topk_topp import (
+    _candidates,
+    _candidates_on_device,
+    filter_candidates,
+    has_filter,
+    topk_per_row,
+)
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 
@@ -79,7 +92,7 @@ def test_likeliest_tokens_are_sorted_with_ties_by_token_id(width: int, seed: int
     if ties:
         logits = logits.round()
     counts = [data.draw(st.integers(0, width)), data.draw(st.integers(0, width))]
-    for row, (ids, values) in enumerate(likeliest(logits, counts)):
+    for row, (ids, values) in enumerate(topk_per_row(logits, counts)):
         plain = logits[row].numpy()
         expected = np.lexsort((np.arange(width), -plain))[: counts[row]]
         assert ids.tolist() == expected.tolist()
@@ -92,8 +105,8 @@ def test_device_and_cpu_threshold_searches_agree(rows: int, width: int, seed: in
     """Runs both searches on this machine, rows without a hit included."""
     logits = random_logits(rows, width, seed).round()
     bounds = random_logits(1, rows, seed + 1)[0].numpy() + 3
-    on_cpu = _not_below_on_cpu(logits.numpy(), bounds)
-    on_device = _not_below_on_device(logits, bounds)
+    on_cpu = _candidates(logits, bounds)
+    on_device = _candidates_on_device(logits, bounds)
     for (ids, values), (other_ids, other_values) in zip(on_cpu, on_device, strict=True):
         assert ids.tolist() == other_ids.tolist()
         assert values.tolist() == other_values.tolist()
@@ -122,10 +135,8 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> tuple[list
 
 
 def kept_by_us(logits: torch.Tensor, params: list[SamplingParams]) -> list[list[int]]:
-    maxima = block_argmax(logits)[0]
-    _, sums = weigh(logits, maxima, [one.temperature for one in params], Workspace())
-    kept = keep(logits, maxima, sums.sum(-1).numpy(), params)
-    return [ids[weights > 0].tolist() for ids, weights in zip(kept.token_ids, kept.weights, strict=True)]
+    found = filter_candidates(logits, block_argmax(logits)[0], params, Workspace())
+    return [ids[weights > 0].tolist() for ids, weights in zip(*found, strict=True)]
 
 
 filters = st.fixed_dictionaries(
@@ -181,7 +192,7 @@ def test_masked_and_underflowing_logits_have_zero_weight() -> None:
     logits = random_logits(2, 1000, scale=1.0)
     logits[:, ::3] = -torch.inf
     logits[1, 0] = 200.0  # all other weights underflow
-    weights, _ = weigh(logits, block_argmax(logits)[0], [0.8, 0.5], Workspace())
+    weights, _ = unnormalized_softmax(logits, block_argmax(logits)[0], [0.8, 0.5], Workspace())
     rows = weights.flatten(1)[:, :1000]
     assert (rows[:, 3::3] == 0).all()
     assert rows[1, 0] == 1
@@ -191,16 +202,18 @@ def test_masked_and_underflowing_logits_have_zero_weight() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 40), st.integers(0, 2**32))
-def test_bitmask_allows_exactly_the_tokens_with_a_set_bit(rows: int, width: int, bytes_: int, seed: int) -> None:
+@given(st.sets(st.integers(0, 3), min_size=1), st.integers(1, 300), st.integers(0, 10), st.integers(0, 2**32))
+def test_bitmask_allows_exactly_the_tokens_with_a_set_bit(masked: set[int], width: int, words: int, seed: int) -> None:
+    rows = sorted(masked)
     random = np.random.default_rng(seed)
-    bits = random.integers(0, 256, (rows, bytes_), dtype=np.uint8)
-    logits = random_logits(rows, width, seed)
-    allowed = np.zeros((rows, width), dtype=bool)
-    unpacked = np.unpackbits(bits, axis=1, bitorder="little")[:, :width]
-    allowed[:, : unpacked.shape[1]] = unpacked == 1
+    bitmask = random.integers(-(2**31), 2**31, (len(rows), words), dtype=np.int32)
+    logits = random_logits(rows[-1] + 1, width, seed)
+    allowed = np.ones((len(logits), width), dtype=bool)
+    allowed[rows] = False
+    unpacked = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :width]
+    allowed[rows, : unpacked.shape[1]] = unpacked == 1
     expected = logits.masked_fill(torch.from_numpy(~allowed), -torch.inf)
-    rule_out(logits, bits, Workspace())
+    apply_token_bitmask(logits, rows, bitmask, Workspace())
     assert torch.equal(logits, expected)
 
 
@@ -223,8 +236,8 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def test_token_frequencies_match_the_softmax(vocab: int) -> None:
     draws = 15_000
     logits = random_logits(1, vocab, scale=2.0)
-    weights, sums = weigh(logits, block_argmax(logits)[0], [0.8], Workspace())
-    found = draw_from_all(
+    weights, sums = unnormalized_softmax(logits, block_argmax(logits)[0], [0.8], Workspace())
+    found = random_sample(
         weights.expand(draws, -1, -1), sums.expand(draws, -1), list(range(draws)), [7] * draws
     ).numpy()
     counts = np.bincount(found, minlength=vocab)[:vocab]
@@ -474,9 +487,9 @@ def test_logprobs_are_those_of_the_raw_logits(dtype: torch.dtype) -> None:
         assert entry is not None
         assert entry.token_id == results[row].token_id
         assert entry.logprob == pytest.approx(float(expected[row, entry.token_id]), abs=1e-5)
-        assert [token for token, _ in entry.top] == [ids.tolist() for ids, _ in likeliest(logits.float(), [count] * 4)][
-            row
-        ]
+        assert [token for token, _ in entry.top] == [
+            ids.tolist() for ids, _ in topk_per_row(logits.float(), [count] * 4)
+        ][row]
         for token, value in entry.top:
             assert value == pytest.approx(float(expected[row, token]), abs=1e-5)
     assert results[1].token_id == 8
@@ -516,14 +529,14 @@ def test_row_with_invalid_logits_fails_alone(params: dict[str, Any], value: floa
 
 
 def test_exception_in_one_row_fails_only_that_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sampler_module.scatter_rows
+    real = sampler_module.apply_logit_bias
 
-    def fails_on_token_77(logits: torch.Tensor, entries: Any, change: Any) -> None:
-        if any(77 in columns[0] for _, columns in entries):
+    def fails_on_token_77(logits: torch.Tensor, entries: Any) -> None:
+        if any(77 in token_ids for _, token_ids, _ in entries):
             raise ZeroDivisionError
-        real(logits, entries, change)
+        real(logits, entries)
 
-    monkeypatch.setattr(sampler_module, "scatter_rows", fails_on_token_77)
+    monkeypatch.setattr(sampler_module, "apply_logit_bias", fails_on_token_77)
     rows = [sequence("a", logit_bias={5: 100.0}), sequence("b", logit_bias={77: 100.0}), sequence("c", seed=4)]
     logits = random_logits(3, 1000)
     results = sampler_for(*rows).sample(logits, rows)
@@ -539,7 +552,7 @@ def test_row_with_all_tokens_masked_fails() -> None:
 
 
 def test_rejected_duplicate_id_keeps_the_state_of_the_live_request() -> None:
-    """The engine prepares a sequence before it checks its id, and releases it again on rejection."""
+    """State belongs to the sequence, so a second sequence with its id does not share it."""
     live, duplicate = sequence("same", seed=None), sequence("same", seed=None)
     sampler = sampler_for(live)
     logits = torch.zeros(1, 1000)
@@ -554,7 +567,31 @@ def test_release_drops_the_state_and_is_idempotent() -> None:
     sampler = sampler_for(row)
     sampler.release(row)
     sampler.release(row)
-    assert not sampler._states
+    assert row.sampler_state is None
+
+
+def test_unprepared_sequence_fails_alone() -> None:
+    prepared, released = sequence("a", seed=1), sequence("b", temperature=0.0)
+    sampler = sampler_for(prepared, released)
+    sampler.release(released)
+    results = sampler.sample(random_logits(2, 1000), [prepared, released])
+    assert isinstance(results[1].error, RequestFailedError)
+    assert "not prepared" in str(results[1].error)
+    assert results[0].error is None
+
+
+def test_new_sequence_with_a_used_id_starts_without_state() -> None:
+    """Penalties and the grammar of an ended request do not reach a later one of the same id."""
+    ended = sequence("same", frequency_penalty=2.0, temperature=0.0)
+    sampler = sampler_for(ended, vocab=10)
+    logits = torch.zeros(1, 10)
+    logits[0, 4] = 1.0
+    for expected in (4, 0):
+        assert tokens(sampler.sample(logits, [ended])) == [expected]
+        ended.append_token(expected)
+    later = sequence("same", frequency_penalty=2.0, temperature=0.0)
+    sampler.prepare(later)
+    assert tokens(sampler.sample(logits, [later])) == [4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 2.0])

@@ -14,6 +14,7 @@ import torch
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
+from minivllm.core.sampling import structured_output
 from minivllm.core.sampling.sampler import Sampler
 from minivllm.core.sampling.structured_output import MAX_REGEX_LENGTH
 from minivllm.core.sampling_params import SamplingParams, StructuredOutput
@@ -57,7 +58,7 @@ def drive(
         if not live:
             break
         if ahead is not None and ahead(step):
-            sampler.start_masks(live)
+            sampler.start_bitmasks(live)
         # Shifted views of one row of noise: cheap, and different for each sequence.
         noise = torch.randn(VOCAB + len(sequences), generator=generator) * 2
         logits = torch.stack([noise[sequences.index(one) :][:VOCAB] for one in live])
@@ -159,7 +160,7 @@ def test_precomputed_masks_do_not_change_the_tokens(sampler: Sampler) -> None:
 def test_stale_precomputed_mask_is_not_used(sampler: Sampler, tokenizer: Tokenizer) -> None:
     one = request("late", "choice", ["ab", "cd"], temperature=0.0)
     sampler.prepare(one)
-    sampler.start_masks([one])
+    sampler.start_bitmasks([one])
     one.append_token(tokenizer.encode("c")[0])
     result = sampler.sample(torch.zeros(1, VOCAB), [one])[0]
     assert tokenizer.decode([result.token_id or 0]) == "d"
@@ -203,7 +204,7 @@ def test_output_outside_the_grammar_fails_only_its_row(sampler: Sampler, tokeniz
     rows[0].append_token(tokenizer.encode("Q")[0])
     for ahead in (False, True):
         if ahead:
-            sampler.start_masks(rows)
+            sampler.start_bitmasks(rows)
         results = sampler.sample(torch.zeros(3, VOCAB), rows)
         assert isinstance(results[0].error, RequestFailedError)
         assert tokenizer.decode([results[1].token_id or 0]) in ("a", "ab")
@@ -227,7 +228,7 @@ def test_too_complex_grammar_is_an_invalid_request(sampler: Sampler, ahead: bool
         error = refusal
     if error is None:
         if ahead:
-            sampler.start_masks([one])
+            sampler.start_bitmasks([one])
         error = sampler.sample(torch.zeros(1, VOCAB), [one])[0].error
     assert isinstance(error, InvalidRequestError)
     assert error.param == "structured_outputs"
@@ -268,11 +269,12 @@ def test_too_complex_grammar_is_an_invalid_request(sampler: Sampler, ahead: bool
 def test_invalid_grammar_is_rejected_by_field_and_leaves_no_state(
     sampler: Sampler, kind: str, value: Any, param: str
 ) -> None:
+    refused = request("refused", kind, value)
     with pytest.raises(InvalidRequestError) as caught:
-        sampler.prepare(request("refused", kind, value))
+        sampler.prepare(refused)
     assert caught.value.param == param
     assert len(str(caught.value)) < 400
-    assert not sampler._states
+    assert refused.sampler_state is None
 
 
 def no_tokenizer() -> Tokenizer:
@@ -293,6 +295,6 @@ def test_sampler_without_a_tokenizer_rejects_only_structured_output(source: Any)
 def test_precompiled_grammar_is_not_compiled_again(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = request("ahead", "regex", "ahead-[0-9]{3}")
     sampler.precompile(sequence.sampling_params)
-    monkeypatch.setattr(sampler._grammars, "_compile_new", None)  # calling it would fail
+    monkeypatch.setattr(structured_output, "_grammar", None)  # calling it would fail
     sampler.prepare(sequence)
     sampler.release(sequence)
