@@ -52,10 +52,10 @@ async def started_loop(runner: PacedRunner, *, settings: dict[str, Any] | None =
 class LocalEngine:
     """Fakes the Engine deployment for an EngineClient, on an EngineLoop in this process."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        info = EngineInfo("fake", 64, 97, (0,), BLOCK_SIZE, 64, EngineConfig(), "0", loop.engine_id, 0.0)
+    def __init__(self, loop: EngineLoop, info: EngineInfo | None = None) -> None:
         self.loop = loop
-        self.channels = Channels(loop, info)
+        self._info = info or EngineInfo("fake", 64, 97, (0,), BLOCK_SIZE, 64, EngineConfig(), "0", loop.engine_id, 0.0)
+        self.channels = Channels(loop, self._info)
         self.connect = self.channels.connect
         self.submit = self.channels.submit
 
@@ -64,6 +64,9 @@ class LocalEngine:
 
     async def keep(self, channel_id: str, request_ids: list[str]) -> float:
         return self.channels.keep(channel_id, request_ids)
+
+    async def info(self) -> EngineInfo:
+        return self._info
 
     async def stats(self) -> EngineSnapshot:
         return await self.loop.snapshot()

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +14,18 @@ import uvicorn
 
 from minivllm.actors.config import AppArgs
 from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.ingress.engine_client import EngineClient
 from minivllm.actors.openai.http.app import make_http_app
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.engine import LLMEngine
-from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
+from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.scheduler.scheduler import SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
+from tests.actors import fakes
+from tests.actors.fakes import LocalHandle
 
 T = TypeVar("T")
 
@@ -141,26 +145,15 @@ class ScriptedRunner:
 
 
 class LocalEngine:
-    """Adapts an EngineLoop to the engine interface of the service."""
+    """An EngineLoop in this process and an EngineClient connected to it."""
 
     def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
         self.loop = loop
-        self._info = info
+        self.client = EngineClient(LocalHandle(fakes.LocalEngine(loop, info)))  # type: ignore[arg-type]
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        return self.loop.generate(request)
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        self.loop.abort(request_id, index)
-
-    async def info(self) -> EngineInfo:
-        return self._info
-
-    async def stats(self) -> EngineSnapshot:
-        return await self.loop.snapshot()
-
-    def count_never_fits(self) -> None:
-        self._counting = asyncio.ensure_future(self.loop.call(lambda engine: engine.scheduler.count_never_fits()))
+    def stop(self) -> None:
+        self.client.close()
+        self.loop.stop()
 
 
 async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
@@ -225,7 +218,7 @@ class LocalServer:
 
     def snapshot(self) -> EngineSnapshot:
         assert self.engine is not None
-        return self.call(self.engine.stats())
+        return self.call(self.engine.client.stats())
 
     def until_idle(self, seconds: float = 5.0) -> None:
         """Waits until no request runs or waits and no block is used."""
@@ -248,7 +241,9 @@ class LocalServer:
         self._loop = asyncio.get_running_loop()
         if self._build is not None:
             self.engine = await start_engine(self._build)
-        self.service = GenerationService(self.engine or _NeverReady(), self.tokenizer, self.args)
+        self.service = GenerationService(
+            _NeverReady() if self.engine is None else self.engine.client, self.tokenizer, self.args
+        )
         if self.engine is not None:
             await self.service.ready()
         app = make_http_app(self.service)
@@ -263,13 +258,13 @@ class LocalServer:
         self._started.set()
         await serving
         if self.engine is not None:
-            await self.engine.loop.stop()
+            self.engine.stop()
 
 
 class _NeverReady:
     """An engine that never finishes loading."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+    async def submit(self, request: GenerateRequest) -> RequestStream:
         raise AssertionError("submitted a request before the engine is ready")
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...

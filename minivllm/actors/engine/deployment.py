@@ -22,7 +22,6 @@ from minivllm.actors.process import freeze_gc, log_to_stderr
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import MinivllmError
-from minivllm.core.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -106,15 +105,6 @@ class Engine:
         )
 
     # ---- requests ----
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        """Streams the outputs of one request; see `EngineLoop.generate`. The request ends with the stream."""
-        outputs = self._loop.generate(request)
-        try:
-            async for merged in outputs:
-                yield merged
-        finally:
-            await outputs.aclose()
 
     def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
         """Opens a channel, over which all outputs of one client come; see `Channels`. EngineClient uses it."""

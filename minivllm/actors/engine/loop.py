@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,18 +95,12 @@ class EngineLoop:
         self._is_stopping = True
         self._inbox.put((_nothing, None))
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, merged from what came since the consumer last asked.
-
-        A refusal is raised at once: InvalidRequestError (also for the id of a live request), NeverFitsError,
-        EngineOverloadedError, EngineDeadError. However the iteration ends, nothing of the request stays behind.
-        """
-        return self._router.stream(request, self.submit)
-
     async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> None:
-        """Hands a request to the engine; its outputs go to `collector`. Raises what `generate` raises.
+        """Hands a request to the engine; its outputs go to `collector`.
 
-        Whoever is cancelled here has to `discard` the request, as `OutputRouter.stream` does: it may be accepted yet.
+        A refusal is raised: InvalidRequestError (also for the id of a live request), NeverFitsError,
+        EngineOverloadedError, EngineDeadError. A caller that is cancelled here has to `discard` the request in the
+        router: the engine may still accept it.
         """
         self._raise_if_dead()
         if self._precompile is not None and request.sampling_params.structured_output is not None:

@@ -7,14 +7,12 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
-from minivllm.actors.transport.output_router import OutputRouter
+from minivllm.actors.transport.output_router import OutputRouter, RequestStream
 from minivllm.core.errors import EngineDeadError, MinivllmError
-from minivllm.core.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -55,28 +53,17 @@ class EngineClient:
         self._connecting: asyncio.Task[_Connection] | None = None
         self._counting: set[asyncio.Task[Any]] = set()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, merged from all that came since the consumer last asked.
+    async def submit(self, request: GenerateRequest) -> RequestStream:
+        """Returns the stream of a request that the engine has accepted. Raises the refusal.
 
-        A refusal is raised by the first `anext`. Whatever ends the iteration early (`aclose`, cancellation, an
-        exception in the consumer's loop followed by `aclose`) aborts the request.
+        The caller closes the stream; a caller that is cancelled here leaves nothing behind.
         """
         connection = await self._connected()
-        stream = connection.router.stream(request, connection.submit)
         try:
-            first = await anext(stream, None)
+            return await connection.submit(request)
         except ChannelClosedError:
             connection.close()
-            connection = await self._connected()
-            stream = connection.router.stream(request, connection.submit)
-            first = await anext(stream, None)
-        try:
-            if first is not None:
-                yield first
-                async for outputs in stream:
-                    yield outputs
-        finally:
-            await stream.aclose()
+        return await (await self._connected()).submit(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one of its `n` samples. Its terminal output still arrives. An unknown id is no error."""
@@ -167,15 +154,20 @@ class _Connection:
         self._response.cancel()
         self.router.fail_all(error or EngineDeadError("the connection to the engine was closed"))
 
-    async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> None:
-        """Sends a request, whose outputs go to `collector`. Raises the refusal if it is refused."""
-        self.router.add(request, collector)
+    async def submit(self, request: GenerateRequest) -> RequestStream:
+        """Sends a request. Raises the refusal if it is refused."""
+        stream = self.router.open(request)
         submission = self._spawn(self._submit(request))
         self._submissions[request.request_id] = submission
-        # A consumer that is cancelled leaves the message under way; the abort follows when it has arrived.
-        refusal = await asyncio.shield(submission)
+        try:
+            # A caller that is cancelled leaves the message under way; the abort follows when it has arrived.
+            refusal = await asyncio.shield(submission)
+        except BaseException:
+            stream.close()
+            raise
         if refusal is not None:
             raise refusal
+        return stream
 
     async def _submit(self, request: GenerateRequest) -> MinivllmError | None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivllm.actors.transport.collector import RequestOutputCollector
@@ -42,24 +42,11 @@ class OutputRouter:
     def __len__(self) -> int:
         return len(self._live)
 
-    async def stream(
-        self,
-        request: GenerateRequest,
-        submit: Callable[[GenerateRequest, RequestOutputCollector], Awaitable[None]],
-    ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, merged from what came since the consumer last asked. `submit` has to call `add`.
-
-        However the iteration ends, so does the request.
-        """
+    def open(self, request: GenerateRequest) -> RequestStream:
+        """Returns the stream of a request that is about to be submitted. Raises what `add` raises."""
         collector = RequestOutputCollector()
-        try:
-            await submit(request, collector)
-            while not self.has_ended(request.request_id, collector):
-                yield await collector.take()
-            if not collector.is_empty:
-                yield await collector.take()
-        finally:
-            self.discard(request.request_id, collector)
+        self.add(request, collector)
+        return RequestStream(self, request.request_id, collector)
 
     def add(
         self, request: GenerateRequest, collector: RequestOutputCollector, latencies: Latencies | None = None
@@ -137,3 +124,24 @@ class OutputRouter:
                 live.collector.push(
                     RequestOutput(request_id, finished=True, finish_reason=FinishReason.ERROR, index=index, error=error)
                 )
+
+
+class RequestStream:
+    """The outputs of one submitted request, and the way to end it. One consumer, on the router's asyncio loop."""
+
+    __slots__ = ("_collector", "_request_id", "_router")
+
+    def __init__(self, router: OutputRouter, request_id: str, collector: RequestOutputCollector) -> None:
+        self._router = router
+        self._request_id = request_id
+        self._collector = collector
+
+    async def take(self) -> list[RequestOutput]:
+        """Waits for outputs; returns all since the last call, one per sample. Empty once every sample has ended."""
+        if self._collector.is_empty and self._router.has_ended(self._request_id, self._collector):
+            return []
+        return await self._collector.take()
+
+    def close(self) -> None:
+        """Aborts the request if it still runs. May be called again."""
+        self._router.discard(self._request_id, self._collector)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from minivllm.core.text.detokenizer import IncrementalDetokenizer
 class EngineApi(Protocol):
     """What this layer needs of an engine. `actors.engine_client.EngineClient` is one; tests have one without Ray."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]: ...
+    async def submit(self, request: GenerateRequest) -> RequestStream: ...
     async def abort(self, request_id: str, index: int | None = None) -> None: ...
     async def info(self) -> EngineInfo: ...
     async def stats(self) -> EngineSnapshot: ...
@@ -160,7 +161,7 @@ class Generation:
     async def _single(
         self, prompt: _PromptState
     ) -> AsyncGenerator[list[tuple[_PromptState, list[RequestOutput]]], None]:
-        async with contextlib.aclosing(self._engine.generate(prompt.request)) as stream:
+        async with contextlib.aclosing(_outputs(self._engine, prompt.request)) as stream:
             async for outputs in stream:
                 yield [(prompt, outputs)]
                 if prompt.is_ended_early:
@@ -168,7 +169,7 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[list[tuple[_PromptState, list[RequestOutput]]], None]:
         """The streams of all prompts as one; a stream is asked for more only after what it gave was taken."""
-        streams = [self._engine.generate(prompt.request) for prompt in self._prompts]
+        streams = [_outputs(self._engine, prompt.request) for prompt in self._prompts]
         tasks = {asyncio.create_task(_next(stream)): number for number, stream in enumerate(streams)}
         try:
             while tasks:
@@ -240,6 +241,15 @@ class Generation:
             finish_reason=None if new.finish_reason is None else str(new.finish_reason.value),
             hides_last_token=isinstance(text.stop_reason, int) and not self._params.include_stop_str_in_output,
         )
+
+
+async def _outputs(engine: EngineApi, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+    stream = await engine.submit(request)
+    try:
+        while outputs := await stream.take():
+            yield outputs
+    finally:
+        stream.close()
 
 
 async def _next(stream: AsyncIterator[list[RequestOutput]]) -> list[RequestOutput] | None:
