@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,16 @@ from minivllm.actors.config import AppArgs
 from minivllm.actors.ingress.engine_client import EngineClient
 from minivllm.actors.ingress.http_server import HttpServer
 from minivllm.actors.openai.http.app import make_http_app
-from minivllm.actors.openai.serving.chat import Chat
-from minivllm.actors.openai.serving.completions import Completion
+from minivllm.actors.openai.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from minivllm.actors.openai.serving.chat import chat_completion
+from minivllm.actors.openai.serving.completions import completion
+from minivllm.actors.openai.serving.generation import Generation
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.openai.serving.tokenize import detokenize, tokenize
 from minivllm.actors.process import freeze_gc, log_to_stderr, use_batch_cpu_policy
@@ -78,62 +86,62 @@ class Ingress:
         self, prompt: str | list[str] | list[int] | list[list[int]], *, stream: bool = False, **fields: Any
     ) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
         """Completes a prompt, or each of several. With `stream=True` it is `generate_stream`."""
-        request = {"prompt": prompt, **fields}
         if stream:
-            return self._stream(Completion, request)
-        return await self._whole(Completion, request)
+            return self.generate_stream(prompt, **fields)
+        return await self._response(self._completion, {"prompt": prompt, **fields})
 
     async def generate_stream(
         self, prompt: str | list[str] | list[int] | list[list[int]], **fields: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The same as chunks. Call it through `handle.options(stream=True)`."""
-        async with contextlib.aclosing(self._stream(Completion, {"prompt": prompt, **fields})) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        generation = await self._completion({"prompt": prompt, **fields, "stream": True})
+        async with contextlib.aclosing(generation.stream()) as batches:
+            async for chunks in batches:
+                for chunk in chunks:
+                    yield json.loads(chunk)
 
     async def chat(
         self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any
     ) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
         """Answers a conversation. With `stream=True` it is `chat_stream`."""
-        request = {"messages": messages, **fields}
         if stream:
-            return self._stream(Chat, request)
-        return await self._whole(Chat, request)
+            return self.chat_stream(messages, **fields)
+        return await self._response(self._chat_completion, {"messages": messages, **fields})
 
     async def chat_stream(self, messages: list[dict[str, Any]], **fields: Any) -> AsyncGenerator[dict[str, Any], None]:
         """The same as chunks. Call it through `handle.options(stream=True)`."""
-        async with contextlib.aclosing(self._stream(Chat, {"messages": messages, **fields})) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _whole(self, kind: type[Completion] | type[Chat], request: Mapping[str, Any]) -> dict[str, Any]:
-        await self._service.ready()
-        if request.get("stream_options") is not None:
-            raise InvalidRequestError("stream_options: only for streams", param="stream_options")
-        job = await kind.prepare(self._service, {**request, "stream": False})
-        return await job.whole()
-
-    async def _stream(
-        self, kind: type[Completion] | type[Chat], request: Mapping[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        await self._service.ready()
-        job = await kind.prepare(self._service, {**request, "stream": True})
-        async with contextlib.aclosing(job.chunks()) as chunks:
-            async for together in chunks:
-                for chunk in together:
+        generation = await self._chat_completion({"messages": messages, **fields, "stream": True})
+        async with contextlib.aclosing(generation.stream()) as batches:
+            async for chunks in batches:
+                for chunk in chunks:
                     yield json.loads(chunk)
+
+    async def _completion(self, fields: dict[str, Any]) -> Generation:
+        await self._service.ready()
+        return await completion(self._service, parse(CompletionRequest, fields))
+
+    async def _chat_completion(self, fields: dict[str, Any]) -> Generation:
+        await self._service.ready()
+        return await chat_completion(self._service, parse(ChatCompletionRequest, fields))
+
+    async def _response(
+        self, prepare: Callable[[dict[str, Any]], Awaitable[Generation]], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        if fields.get("stream_options") is not None:
+            raise InvalidRequestError("stream_options: only for streams", param="stream_options")
+        return await (await prepare(fields)).response()
 
     # ---------------------------------------------------------------- tokens
 
     async def tokenize(self, **fields: Any) -> dict[str, Any]:
         """Token ids of `prompt` or `messages`; see POST /tokenize."""
         await self._service.ready()
-        return await tokenize(self._service, fields)
+        return await tokenize(self._service, parse(TokenizeRequest, fields))
 
     async def detokenize(self, tokens: list[int], **fields: Any) -> dict[str, Any]:
         """Text of token ids; see POST /detokenize."""
         await self._service.ready()
-        return await detokenize(self._service, {"tokens": tokens, **fields})
+        return await detokenize(self._service, parse(DetokenizeRequest, {"tokens": tokens, **fields}))
 
     # ---------------------------------------------------------------- questions
 

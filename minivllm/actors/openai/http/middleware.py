@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.actors.openai.http.answers import error_answer
-from minivllm.actors.openai.protocol.errors import UnauthorizedError
+from minivllm.actors.openai.protocol.errors import UnauthorizedError, error_response
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -30,7 +29,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             error = UnauthorizedError("an API key is needed: send the header 'Authorization: Bearer KEY'")
-            await error_answer(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
