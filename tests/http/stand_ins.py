@@ -48,7 +48,7 @@ def save_tiny_model(folder: Path, tokenizer: Tokenizer) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.4,
-        bos_token_id=tokenizer.bos_token_id,
+        bos_token_id=tokenizer.hf_tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

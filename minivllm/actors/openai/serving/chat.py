@@ -15,13 +15,12 @@ from minivllm.actors.openai.tools.parsers import Parsed, ToolCallDelta
 from minivllm.actors.openai.tools.tools import ToolUse, with_tools_in_text
 from minivllm.core.errors import InvalidRequestError
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.text.tokenizer import Tokenizer
 
 
 async def chat_completion(service: GenerationService, body: ChatCompletionRequest) -> Generation:
     """Checks a request and tokenizes its conversation, without submitting it. Raises InvalidRequestError."""
     service.check_model(body.model)
-    tool_use = ToolUse(body, chat_template(service.tokenizer) if body.tools else "")
+    tool_use = ToolUse(body, service.tokenizer.chat_template(with_tools=True) or "")
     grammar, grammar_field = body.structured()
     if tool_use.is_forced:
         if grammar is not None:
@@ -148,14 +147,6 @@ def _call_fields(call: ToolCallDelta) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def chat_template(tokenizer: Tokenizer) -> str:
-    """Returns the model's template: empty if it has none; the one for tools if it has several."""
-    try:
-        return str(tokenizer.hf_tokenizer.get_chat_template(None, tools=[{}]))
-    except ValueError:
-        return ""
-
-
 async def chat_prompt(
     service: GenerationService, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
 ) -> Prompt:
@@ -165,7 +156,7 @@ async def chat_prompt(
     """
     tokenizer = service.tokenizer
     messages = [_message(message, f"messages[{place}]") for place, message in enumerate(body.messages or [])]
-    if "tools" not in chat_template(tokenizer):
+    if "tools" not in (tokenizer.chat_template(with_tools=True) or ""):
         messages, tools = with_tools_in_text(messages, tools), None
     continues = bool(body.continue_final_message)
     variables = dict(body.chat_template_kwargs or {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minivllm.actors.openai.protocol.requests import DetokenizeRequest, TokenizeRequest
-from minivllm.actors.openai.serving.chat import chat_prompt, chat_template
+from minivllm.actors.openai.serving.chat import chat_prompt
 from minivllm.actors.openai.serving.logprobs import token_text
 from minivllm.actors.openai.serving.service import GenerationService
 
@@ -46,5 +46,5 @@ def tokenizer_info(service: GenerationService) -> dict[str, Any]:
         "vocab_size": service.tokenizer.vocab_size,
         "model_max_length": service.info.max_model_len,
         **{name: None if token is None else str(token) for name, token in named.items()},
-        "chat_template": chat_template(service.tokenizer) or None,
+        "chat_template": service.tokenizer.chat_template(with_tools=True) or None,
     }
