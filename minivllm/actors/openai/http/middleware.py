@@ -1,4 +1,4 @@
-"""What every request passes on its way in: the check of its key, and its id on the way out. Plain ASGI."""
+"""ASGI middleware: API keys and request ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 class ApiKeyMiddleware:
-    """Lets in who carries one of the keys as bearer token; `/health` is open.
+    """Requires one of the keys as bearer token, except for `/health`.
 
-    Keys are compared by their digests, all of them, every time: how long it takes says nothing of how close one was.
+    Compares the digests of all keys every time, so that the time taken shows nothing about them.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
@@ -53,14 +53,14 @@ def _bearer_token(scope: Scope) -> bytes:
 
 
 def _path(scope: Scope) -> str:
-    """The path below where the application is mounted."""
+    """Returns the path below the mount point of the application."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 class RequestIdMiddleware:
-    """Echoes `X-Request-Id`, or makes one up. Only for servers that do not do it themselves: Serve's proxy does."""
+    """Echoes `X-Request-Id`, or generates one. Serve's proxy does the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -71,9 +71,21 @@ def parse(kind: type[Body], fields: object) -> Body:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def _json_schema(schema: object) -> StructuredOutput:
-    """Accepts a JSON schema as an object or as text."""
-    return StructuredOutput(kind="json_schema", value=schema if isinstance(schema, str) else json.dumps(schema))
+def _grammar(
+    json_schema: object = None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> StructuredOutput | None:
+    """Returns the first grammar given. A JSON schema may be an object or text."""
+    if json_schema is not None:
+        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+        return StructuredOutput(kind="json_schema", value=text)
+    if regex is not None:
+        return StructuredOutput(kind="regex", value=regex)
+    if choice is not None:
+        return StructuredOutput(kind="choice", value=json.dumps(choice))
+    return None if grammar is None else StructuredOutput(kind="grammar", value=grammar)
 
 
 class JsonSchemaFormat(StrictModel):
@@ -97,7 +109,7 @@ class ResponseFormat(StrictModel):
         if self.type == "json_object":
             return StructuredOutput(kind="json_object")
         if self.type == "json_schema" and self.json_schema is not None:
-            return _json_schema(self.json_schema.schema_)
+            return _grammar(self.json_schema.schema_)
         return None
 
 
@@ -118,15 +130,8 @@ class StructuredOutputs(StrictModel):
         return self
 
     def structured(self) -> StructuredOutput:
-        if self.json_ is not None:
-            return _json_schema(self.json_)
-        if self.regex is not None:
-            return StructuredOutput(kind="regex", value=self.regex)
-        if self.choice is not None:
-            return StructuredOutput(kind="choice", value=json.dumps(self.choice))
-        if self.grammar is not None:
-            return StructuredOutput(kind="grammar", value=self.grammar)
-        return StructuredOutput(kind="json_object")
+        grammar = _grammar(self.json_, self.regex, self.choice, self.grammar)
+        return StructuredOutput(kind="json_object") if grammar is None else grammar
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -233,23 +238,18 @@ class GenerationBody(RequestBody):
 
     def structured(self) -> tuple[StructuredOutput | None, str]:
         """Returns the grammar and the name of the field that asks for it. Raises InvalidRequestError for several."""
-        found: dict[str, StructuredOutput] = {}
-        if self.response_format is not None and (grammar := self.response_format.structured()):
-            found["response_format"] = grammar
-        if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs.structured()
-        if self.guided_json is not None:
-            found["guided_json"] = _json_schema(self.guided_json)
-        if self.guided_regex is not None:
-            found["guided_regex"] = StructuredOutput(kind="regex", value=self.guided_regex)
-        if self.guided_choice is not None:
-            found["guided_choice"] = StructuredOutput(kind="choice", value=json.dumps(self.guided_choice))
-        if self.guided_grammar is not None:
-            found["guided_grammar"] = StructuredOutput(kind="grammar", value=self.guided_grammar)
-        names = list(found)
+        asked = {
+            "response_format": None if self.response_format is None else self.response_format.structured(),
+            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
+            "guided_json": _grammar(json_schema=self.guided_json),
+            "guided_regex": _grammar(regex=self.guided_regex),
+            "guided_choice": _grammar(choice=self.guided_choice),
+            "guided_grammar": _grammar(grammar=self.guided_grammar),
+        }
+        names = [name for name, grammar in asked.items() if grammar is not None]
         if len(names) > 1:
             raise InvalidRequestError(f"{names[1]}: {' and '.join(names)} exclude each other", param=names[1])
-        return (found[names[0]], names[0]) if names else (None, "response_format")
+        return (asked[names[0]], names[0]) if names else (None, "response_format")
 
     def _sampling_params(
         self, defaults: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **computed: Any

@@ -1,4 +1,4 @@
-"""Tools in a chat: what the model is told of them, what it is made to write, and how its calls are read."""
+"""Tools of a chat request: their description in the prompt, the grammar of a forced call, the parser of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CallFormat = Literal["hermes", "llama"]
 
 
 def call_format(template: str) -> CallFormat:
-    """The way in which a model with this chat template writes its calls. Without any sign of one: Hermes."""
+    """Returns the format of the calls that a model with this chat template writes; Hermes by default."""
     if OPEN_TAG in template:
         return "hermes"
     return "llama" if PYTHON_TAG in template or '{"name": function name, "parameters"' in template else "hermes"
@@ -32,8 +32,8 @@ class ToolUse:
     """How one chat request uses tools.
 
     Args:
-        body: the request. Raises InvalidRequestError when its tools and its tool_choice do not go together.
-        template: the model's chat template, which shows how the model writes calls.
+        body: the request. Raises InvalidRequestError when its tools and its tool_choice contradict each other.
+        template: the model's chat template, which shows the format of its calls.
     """
 
     def __init__(self, body: ChatCompletionRequest, template: str) -> None:
@@ -47,14 +47,13 @@ class ToolUse:
         self._format = call_format(template)
         self._tools = tools if choice != "none" else []
         self._choice = choice
-        # A model that is forced to call does so once, unless the client says that it wants more: nothing in the grammar
-        # of a list would tell a small model to end it.
+        # A forced call is one call unless the client asks for more: a small model does not end a list by itself.
         self._one_call = body.parallel_tool_calls is False
         self._forced_list = choice == "required" and body.parallel_tool_calls is True
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the template shows them to the model; None when it is not to know of any."""
+        """The tools for the chat template; None when the model must not see any."""
         return [tool.model_dump(exclude_none=True) for tool in self._tools] or None
 
     @property
@@ -66,7 +65,7 @@ class ToolUse:
         return isinstance(self._choice, NamedToolChoice)
 
     def grammar(self) -> StructuredOutput | None:
-        """What a forced call must look like."""
+        """Returns the grammar of a forced call."""
         if not self.is_forced:
             return None
         if isinstance(self._choice, NamedToolChoice):
@@ -79,7 +78,7 @@ class ToolUse:
         return StructuredOutput(kind="json_schema", value=json.dumps(schema))
 
     def parser(self) -> ToolParser | None:
-        """A new parser for the text of one choice; None when all of it is content."""
+        """Returns a new parser for the text of one choice, None when all of it is content."""
         if not self._tools:
             return None
         if isinstance(self._choice, NamedToolChoice):
@@ -103,7 +102,7 @@ def _check_names(tools: list[Tool]) -> None:
     for place, tool in enumerate(tools):
         if tool.function.name in names:
             raise InvalidRequestError(
-                f"tools[{place}].function.name: {tool.function.name!r} stands there twice",
+                f"tools[{place}].function.name: {tool.function.name!r} is given twice",
                 param=f"tools[{place}].function.name",
             )
         names.add(tool.function.name)
@@ -111,13 +110,13 @@ def _check_names(tools: list[Tool]) -> None:
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
-    # Closing the parts of an allOf would make them contradict each other.
+    # Closed parts of an allOf contradict each other.
     return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
 
 
 def _closed(schema: Any) -> Any:
-    """The same schema, but objects that list their properties have no others unless it says so: a small model that may
-    invent arguments goes on doing so until its tokens are used up."""
+    """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
+    arguments does so until its tokens are used up."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -140,13 +139,13 @@ def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Templates that know nothing of tools
+# Templates without tools
 # ----------------------------------------------------------------------------------------------------------------
 
 
 def with_tools_in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation for a template without a place for tools: they are described to the model in the system message,
-    and earlier calls stand in the text of the assistant's messages."""
+    """Returns the conversation for a template that ignores tools: the system message describes them, and messages of
+    the assistant contain earlier calls as text."""
     messages = [_with_calls_in_text(message) for message in messages]
     if not tools:
         return messages
