@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -47,7 +47,6 @@ from minivllm.core.errors import InvalidRequestError
 
 DRAIN_TIMEOUT_S = 10.0
 DRAIN_BYTES = 256 * 1024**2
-"""Clients read a 413 only after they have sent their body, so this much of a too large one is read and dropped."""
 
 _ERRORS = {
     400: "The request is wrong; `param` names the field",
@@ -286,31 +285,33 @@ class _JsonRequest(Request):
         return self.content
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdecimal() and int(declared) > max_bytes
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
+    parts = request.stream()
     try:
-        async with asyncio.timeout(DRAIN_TIMEOUT_S if too_large else None) as limit:
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes and not too_large:
-                    too_large = True
-                    limit.reschedule(asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S)
-                if too_large:
-                    parts.clear()
-                    if size > DRAIN_BYTES:
-                        break
-                else:
-                    parts.append(part)
-    except TimeoutError:
-        pass
+        if not declared.isdecimal() or int(declared) <= max_bytes:
+            async for part in parts:
+                body += part
+                if len(body) > max_bytes:
+                    break
+            else:
+                return body
+        await _drain(parts)
     except ClientDisconnect:
         raise InvalidRequestError("the client disconnected while it was sending its request") from None
-    if too_large:
-        raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
-    return b"".join(parts)
+    raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
+
+
+async def _drain(parts: AsyncGenerator[bytes, None]) -> None:
+    """Drops the rest of a too large body: clients read the response only after they have sent all of it."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            async for part in parts:
+                size += len(part)
+                if size > DRAIN_BYTES:
+                    return
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -135,6 +135,11 @@ _UNION_BRANCHES = frozenset(
 )
 
 
+def wrong_field(param: str, reason: str, **details: Any) -> InvalidRequestError:
+    """Returns the error of one field, whose message begins with its name."""
+    return InvalidRequestError(f"{param}: {reason}", param=param, **details)
+
+
 def invalid_request(details: Sequence[Any], renamed: Mapping[str, str] | None = None) -> InvalidRequestError:
     """Converts the error details of a ValidationError to one InvalidRequestError; `param` is the first wrong field.
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import annotated_types
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
-from minivllm.actors.openai.protocol.errors import invalid_request, shorten
-from minivllm.core.errors import InvalidRequestError
+from minivllm.actors.openai.protocol.errors import invalid_request, shorten, wrong_field
 from minivllm.core.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutput
 
 DEFAULT_MAX_TOKENS = 16
@@ -157,11 +156,6 @@ _STOP_SCHEMA: Any = {
         {"type": "null"},
     ]
 }
-_SAME_AS_SAMPLING_PARAMS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-    "skip_special_tokens",
-)
 
 
 class StreamOptions(StrictModel):
@@ -248,7 +242,7 @@ class GenerationBody(RequestBody):
         }
         names = [name for name, grammar in asked.items() if grammar is not None]
         if len(names) > 1:
-            raise InvalidRequestError(f"{names[1]}: {' and '.join(names)} exclude each other", param=names[1])
+            raise wrong_field(names[1], f"{' and '.join(names)} exclude each other")
         return (asked[names[0]], names[0]) if names else (None, "response_format")
 
     def _sampling_params(
@@ -264,7 +258,7 @@ class GenerationBody(RequestBody):
         Raises InvalidRequestError naming the field of this API.
         """
         values: dict[str, Any] = dict(defaults)
-        for name in _SAME_AS_SAMPLING_PARAMS:
+        for name in GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"}:
             value = getattr(self, name)
             if value is not None:
                 values[name] = value
@@ -280,8 +274,7 @@ class GenerationBody(RequestBody):
         """JSON object keys are strings: `{"5": 1}` becomes `{5: 1}`."""
         for key in biases:
             if not _TOKEN_ID.fullmatch(key):
-                message = f"logit_bias: the keys must be token ids, not {shorten(key)}"
-                raise InvalidRequestError(message, param="logit_bias")
+                raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
         return {int(key): bias for key, bias in biases.items()}
 
 

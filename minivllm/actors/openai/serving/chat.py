@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from minivllm.actors.openai.protocol.errors import shorten
+from minivllm.actors.openai.protocol.errors import shorten, wrong_field
 from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, ChatMessage, TokenizeRequest, ToolCall
 from minivllm.actors.openai.protocol.sse import ChunkWriter
 from minivllm.actors.openai.serving.generation import ChoiceDelta, Generation, Prompt
@@ -13,7 +13,6 @@ from minivllm.actors.openai.serving.logprobs import chat_logprobs
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.openai.tools.parsers import Parsed, ToolCallDelta
 from minivllm.actors.openai.tools.tools import ToolUse, with_tools_in_text
-from minivllm.core.errors import InvalidRequestError
 from minivllm.core.sampling_params import SamplingParams
 
 
@@ -24,8 +23,7 @@ async def chat_completion(service: GenerationService, body: ChatCompletionReques
     grammar, grammar_field = body.structured()
     if tool_use.is_forced:
         if grammar is not None:
-            message = f"{grammar_field}: excludes a tool_choice that forces a call"
-            raise InvalidRequestError(message, param=grammar_field)
+            raise wrong_field(grammar_field, "excludes a tool_choice that forces a call")
         grammar, grammar_field = tool_use.grammar(), "tools"
     params = body.to_sampling_params(service.info.generation_defaults, grammar)
     prompt = await chat_prompt(service, body, tool_use.tools)
@@ -176,7 +174,7 @@ async def chat_prompt(
         is_prompt=isinstance(body, ChatCompletionRequest),
     )
     if not token_ids:
-        raise InvalidRequestError("messages: the model's chat template makes no tokens of these", param="messages")
+        raise wrong_field("messages", "the model's chat template makes no tokens of these")
     return Prompt(token_ids, text)
 
 
@@ -185,8 +183,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     _check_content(message, where)
     fields = message.model_dump(exclude_none=True)
     if message.tool_calls is not None and message.role != "assistant":
-        param = f"{where}.tool_calls"
-        raise InvalidRequestError(f"{param}: only allowed in messages of the assistant", param=param)
+        raise wrong_field(f"{where}.tool_calls", "only allowed in messages of the assistant")
     if message.tool_calls:
         fields["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     fields.setdefault("content", "")
@@ -200,19 +197,18 @@ def _check_content(message: ChatMessage, where: str) -> None:
         return
     if content is None:
         if message.role != "assistant":
-            raise InvalidRequestError(f"{where}: is missing", param=where)
+            raise wrong_field(where, "is missing")
         return
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}: must be a string or a list of parts, not {shorten(content)}", param=where)
+        raise wrong_field(where, f"must be a string or a list of parts, not {shorten(content)}")
     for number, part in enumerate(content):
         here = f"{where}[{number}]"
         if not isinstance(part, dict):
-            raise InvalidRequestError(f"{here}: must be an object, not {shorten(part)}", param=here)
+            raise wrong_field(here, f"must be an object, not {shorten(part)}")
         if part.get("type") != "text":
-            reason = f"only text is supported by this model, not {shorten(part.get('type'))}"
-            raise InvalidRequestError(f"{here}.type: {reason}", param=f"{here}.type")
+            raise wrong_field(f"{here}.type", f"only text is supported by this model, not {shorten(part.get('type'))}")
         if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{here}.text: must be a string", param=f"{here}.text")
+            raise wrong_field(f"{here}.text", "must be a string")
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.actors.openai.protocol.errors import shorten
+from minivllm.actors.openai.protocol.errors import shorten, wrong_field
 from minivllm.actors.openai.protocol.requests import CompletionRequest
 from minivllm.actors.openai.protocol.sse import ChunkWriter
 from minivllm.actors.openai.serving.generation import ChoiceDelta, Generation, Prompt
 from minivllm.actors.openai.serving.logprobs import CompletionLogprobs, merge_lists
 from minivllm.actors.openai.serving.service import GenerationService
-from minivllm.core.errors import InvalidRequestError
 from minivllm.core.sampling_params import SamplingParams
 
 MAX_CHOICES = 1024
@@ -23,9 +22,7 @@ async def completion(service: GenerationService, body: CompletionRequest) -> Gen
     params = body.to_sampling_params(service.info.generation_defaults)
     prompts = await _prompts(service, body)
     if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequestError(
-            f"prompt: {len(prompts)} prompts with n = {params.n} are more than {MAX_CHOICES} choices", param="prompt"
-        )
+        raise wrong_field("prompt", f"{len(prompts)} prompts with n = {params.n} are more than {MAX_CHOICES} choices")
     choices = [
         _TextChoice(service, body, prompts[index // params.n], params, index)
         for index in range(len(prompts) * params.n)
@@ -107,19 +104,16 @@ async def _prompts(service: GenerationService, body: CompletionRequest) -> list[
     given = body.prompt
     if isinstance(given, list):
         if not given:
-            raise InvalidRequestError("prompt: must not be empty", param="prompt")
+            raise wrong_field("prompt", "must not be empty")
         if isinstance(given[0], int):
             return [await _prompt(service, given, body, "prompt")]
         if len(given) > MAX_CHOICES:
-            raise InvalidRequestError(f"prompt: more than {MAX_CHOICES} prompts in one request", param="prompt")
+            raise wrong_field("prompt", f"more than {MAX_CHOICES} prompts in one request")
         return [await _prompt(service, item, body, f"prompt[{place}]") for place, item in enumerate(given)]
     if isinstance(given, str):
         return [await _prompt(service, given, body, "prompt")]
-    raise InvalidRequestError(
-        "prompt: must be a string, a list of strings, a list of token ids or a list of such lists, "
-        f"not {shorten(given)}",
-        param="prompt",
-    )
+    kinds = "a string, a list of strings, a list of token ids or a list of such lists"
+    raise wrong_field("prompt", f"must be {kinds}, not {shorten(given)}")
 
 
 async def _prompt(service: GenerationService, item: object, body: CompletionRequest, param: str) -> Prompt:
@@ -127,9 +121,9 @@ async def _prompt(service: GenerationService, item: object, body: CompletionRequ
         service.check_token_ids(item, param)
         return Prompt(item)
     if not isinstance(item, str):
-        raise InvalidRequestError(f"{param}: must be a string or a list of token ids, not {shorten(item)}", param=param)
+        raise wrong_field(param, f"must be a string or a list of token ids, not {shorten(item)}")
     if not item:
-        raise InvalidRequestError(f"{param}: must not be empty", param=param)
+        raise wrong_field(param, "must not be empty")
     token_ids = await service.encode(item, add_special_tokens=body.add_special_tokens is not False, param=param)
     service.check_token_ids(token_ids, param)
     return Prompt(token_ids, item)

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from minivllm.actors.openai.protocol.errors import wrong_field
 from minivllm.actors.openai.protocol.requests import GenerationBody
 from minivllm.actors.openai.protocol.sse import ChunkWriter
 from minivllm.actors.openai.serving.service import EngineApi, GenerationService
@@ -210,7 +211,7 @@ class Generation:
         except InvalidRequestError as error:
             if error.param not in _GRAMMAR_PARAMS:
                 raise
-            raise InvalidRequestError(f"{self._grammar_field}: {error.message}", param=self._grammar_field) from error
+            raise wrong_field(self._grammar_field, error.message) from error
         finally:
             if takes:
                 for task in takes.values():

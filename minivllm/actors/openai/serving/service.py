@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.openai.protocol.errors import ModelNotFoundError, ServiceLoadingError, cut, shorten
+from minivllm.actors.openai.protocol.errors import ModelNotFoundError, ServiceLoadingError, cut, shorten, wrong_field
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
 from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.errors import EngineDeadError, InvalidRequestError, MinivllmError
@@ -156,7 +156,7 @@ class GenerationService:
     def check_token_ids(self, token_ids: Sequence[Any], param: str) -> None:
         """Raises InvalidRequestError for an empty or too long prompt, or an id that is not in the vocabulary."""
         if not token_ids:
-            raise InvalidRequestError(f"{param}: must not be empty", param=param)
+            raise wrong_field(param, "must not be empty")
         self.check_length(len(token_ids), param)
         self.check_vocabulary(token_ids, param)
 
@@ -165,10 +165,8 @@ class GenerationService:
         size = self.info.vocab_size
         for token_id in token_ids:
             if type(token_id) is not int or not 0 <= token_id < size:
-                raise InvalidRequestError(
-                    f"{param}: token ids must be whole numbers from 0 to {size - 1}, not {shorten(token_id)}",
-                    param=param,
-                )
+                reason = f"token ids must be whole numbers from 0 to {size - 1}, not {shorten(token_id)}"
+                raise wrong_field(param, reason)
 
     # ---------------------------------------------------------------- tokenizer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
+from minivllm.actors.openai.protocol.errors import wrong_field
 from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, NamedToolChoice, Tool
 from minivllm.actors.openai.tools.parsers import (
     CLOSE_TAG,
@@ -42,7 +43,7 @@ class ToolUse:
         if choice is None:
             choice = "auto" if tools else "none"
         if not tools and choice not in ("none", "auto"):
-            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise wrong_field("tool_choice", "there are no tools to choose from")
         _check_names(tools)
         self._format = call_format(template)
         self._tools = tools if choice != "none" else []
@@ -101,10 +102,7 @@ def _check_names(tools: list[Tool]) -> None:
     names: set[str] = set()
     for place, tool in enumerate(tools):
         if tool.function.name in names:
-            raise InvalidRequestError(
-                f"tools[{place}].function.name: {tool.function.name!r} is given twice",
-                param=f"tools[{place}].function.name",
-            )
+            raise wrong_field(f"tools[{place}].function.name", f"{tool.function.name!r} is given twice")
         names.add(tool.function.name)
 
 
