@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import Application
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine.deployment import Engine, EngineSettings, load_engine
+from minivllm.actors.engine.deployment import Engine, load_engine
 from minivllm.actors.ingress.deployment import Ingress
 from minivllm.actors.metrics.deployment import Metrics
 from minivllm.core.config import EngineConfig
@@ -110,8 +110,9 @@ def _bind_engine(
             num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
         ),
     )
-    settings = EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s)
-    application: Application = deployment.bind(args.engine_config(device=device), settings, metrics, build_engine)
+    application: Application = deployment.bind(
+        args.engine_config(device=device), args.live_settings(), metrics, build_engine
+    )
     return application
 
 

@@ -6,12 +6,13 @@ Replicas import this module as they import the real engine.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.outputs import SampleResult
+from minivllm.core.sampling_params import SamplingParams
 from tests.core.fakes import FakeModel, FakeRunner
 
 VOCABULARY = 49152
@@ -23,8 +24,12 @@ STEP_S = 0.02
 
 
 class FaultyRunner(FakeRunner):
+    generation_defaults: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size, max_model_len=4096, model=FakeModel(vocab_size=VOCABULARY))
+
+    def precompile(self, sampling_params: SamplingParams) -> None: ...
 
     def execute(self, step: Any) -> list[SampleResult]:
         time.sleep(STEP_S)

@@ -55,7 +55,7 @@ class Ingress:
         use_batch_cpu_policy()
         tokenizer = await _in_background(_load_tokenizer, args)
         freeze_gc()
-        self._client = EngineClient(engine, consumer_timeout_s=args.consumer_timeout_s)
+        self._client = EngineClient(engine)
         self._metrics = metrics.options(_by_reference=False)
         self._service = GenerationService(self._client, tokenizer, args, self._last_known)
         # In the background: /health answers while the engine is still loading.

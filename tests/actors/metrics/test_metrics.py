@@ -15,8 +15,8 @@ from minivllm.actors.metrics.deployment import MetricsStore
 from minivllm.actors.metrics.prometheus import render_prometheus
 from minivllm.actors.metrics.publisher import SnapshotPublisher
 from minivllm.actors.openai.serving import service as openai_service
-from minivllm.actors.transport.latencies import Latencies
-from minivllm.actors.transport.messages import EngineSnapshot, Histogram
+from minivllm.actors.transport.messages import EngineSnapshot, Histogram, empty_histograms
+from minivllm.actors.transport.output_router import Latencies
 from minivllm.core.errors import EngineDeadError
 from minivllm.core.stats import EngineStats
 from tests.actors.helpers import until
@@ -115,7 +115,7 @@ def test_prometheus_text_shows_the_values_of_the_snapshot() -> None:
 
 
 def test_histogram_buckets_are_cumulative_with_exact_sums() -> None:
-    histograms = Latencies.histograms()
+    histograms = empty_histograms()
     for arrival in (0.0, 0.04):
         latencies = Latencies(histograms, arrival)
         latencies.tokens_arrived(0, 1, 0.06)
@@ -203,8 +203,8 @@ class Receiver:
 
 
 async def started(receiver: Receiver, **times: float) -> SnapshotPublisher:
-    publisher = SnapshotPublisher(receiver.send, lambda: snapshot(1000), **times)
-    publisher.start()
+    publisher = SnapshotPublisher(receiver.send, **times)
+    publisher.start(lambda: snapshot(1000))
     return publisher
 
 
