@@ -76,6 +76,12 @@ def test_default_configuration_listens_on_localhost_only() -> None:
     assert AppArgs(**config["applications"][0]["args"]).http_host == "127.0.0.1"
 
 
+@pytest.mark.parametrize("name", SERVE_CONFIGS)
+def test_configurations_open_one_port(name: str) -> None:
+    assert SERVE_CONFIGS[name]["http_options"]["port"] == 8000
+    assert AppArgs(**SERVE_CONFIGS[name]["applications"][0]["args"]).http_port is None
+
+
 def test_kuberay_uses_the_installed_ray_version() -> None:
     assert RAY_SERVICE["apiVersion"] == "ray.io/v1"
     assert RAY_SERVICE["spec"]["rayClusterConfig"]["rayVersion"] == importlib.metadata.version("ray")
