@@ -25,6 +25,7 @@ async def submit_to(loop: EngineLoop, request: GenerateRequest) -> RequestStream
     try:
         return RequestStream(loop.router, await loop.submit(request, collector))
     except BaseException:
+        collector.close()
         loop.router.abort_all(collector)
         raise
 

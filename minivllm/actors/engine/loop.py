@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import queue
 import threading
@@ -23,12 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.process import use_default_cpu_policy
-from minivllm.actors.transport.messages import (
-    ChannelClosedError,
-    EngineSnapshot,
-    GenerateRequest,
-    empty_histograms,
-)
+from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest, empty_histograms
 from minivllm.actors.transport.output_router import Latencies, LiveRequest, OutputRouter, RequestOutputCollector
 from minivllm.core.errors import EngineDeadError
 from minivllm.core.outputs import RequestOutput
@@ -78,7 +74,7 @@ class EngineLoop:
         self._histograms = empty_histograms()
         self._death: EngineDeadError | None = None
         # Shared with the thread.
-        self._inbox: queue.SimpleQueue[tuple[Work, Callback | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Work, Callback]] = queue.SimpleQueue()
         self._is_stopping = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -95,29 +91,39 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends the thread after the step it is in. Live requests end with EngineDeadError."""
         self._is_stopping = True
-        self._inbox.put((lambda _: None, None))  # wakes the thread
+        self._inbox.put((lambda _: None, _log_error))  # wakes the thread
 
     async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> LiveRequest:
-        """Submits a request to the engine; its outputs go to `collector`.
+        """Submits a request to the engine; its outputs go to `collector`. Once that is closed, the request is aborted.
 
-        A caller that is cancelled here must call `router.abort_all(collector)`: the engine may still accept the
-        request.
-
-        Raises:
-            InvalidRequestError: also for the id of a live request.
-            NeverFitsError, EngineOverloadedError, EngineDeadError: the engine refuses the request.
-            ChannelClosedError: the collector was closed while the grammar was compiled.
+        Raises InvalidRequestError (also for the id of a live request), NeverFitsError, EngineOverloadedError or
+        EngineDeadError when the engine refuses it.
         """
         self._raise_if_dead()
         if request.sampling_params.structured_output is not None:
             await asyncio.to_thread(self._precompile, request.sampling_params)  # streams do not wait for a slow grammar
-            if collector.is_closed:
-                raise ChannelClosedError("the client has closed its channel")
         now = time.monotonic()
         live = LiveRequest(request.request_id, request.sampling_params.n, collector, Latencies(self._histograms, now))
-        self.router.add(live)
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._inbox.put((partial(_add, request, now), partial(self._on_added, live, accepted)))
+
+        def add(engine: LLMEngine) -> None:
+            engine.add_request(
+                request.request_id,
+                request.prompt_token_ids,
+                request.sampling_params,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                arrival_time=now,
+            )
+
+        def on_added(_: None, error: BaseException | None) -> None:
+            if error is None:
+                self.router.add(live)
+                if collector.is_closed:
+                    self.router.abort(live.request_id)
+            _settle(accepted, None, error)
+
+        self._inbox.put((add, on_added))
         await accepted
         return live
 
@@ -155,7 +161,7 @@ class EngineLoop:
             started_at=self.started_at,
             model=self.model,
             is_dead=self.is_dead,
-            histograms={name: histogram.copy() for name, histogram in self._histograms.items()},
+            histograms=copy.deepcopy(self._histograms),
             settings=self.settings,
         )
 
@@ -172,19 +178,12 @@ class EngineLoop:
         self._raise_if_dead()
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
-        self._inbox.put((lambda engine: engine.abort_request(request_id, index), None))
+        self._inbox.put((lambda engine: engine.abort_request(request_id, index), _log_error))
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
             # A new exception each time: one that is raised repeatedly collects tracebacks.
             raise EngineDeadError(self._death.message)
-
-    def _on_added(
-        self, live: LiveRequest, accepted: asyncio.Future[None], _: None, error: BaseException | None
-    ) -> None:
-        if error is not None:
-            self.router.refused(live)
-        _settle(accepted, None, error)
 
     def _deliver(
         self,
@@ -193,10 +192,13 @@ class EngineLoop:
         results: list[tuple[Callback, Any, BaseException | None]],
         stats: EngineStats | None,
     ) -> None:
-        """Handles the message of a step. `now`: time.monotonic() at its end."""
+        """Handles the message of a step: `outputs`, then the results of the calls that followed it.
+
+        `now`: time.monotonic() at the end of the step.
+        """
+        self.router.deliver(outputs, now)
         for callback, result, error in results:
             callback(result, error)
-        self.router.deliver(outputs, now)
         if stats is not None:
             self._stats = stats
             self._on_snapshot(self.last_snapshot())
@@ -208,8 +210,7 @@ class EngineLoop:
         self._death = error
         while not self._inbox.empty():
             _, callback = self._inbox.get_nowait()
-            if callback is not None:
-                callback(None, error)
+            callback(None, error)
         self.router.fail_all(error)
         self._on_death()
         self._on_snapshot(self.last_snapshot())
@@ -258,25 +259,19 @@ class EngineLoop:
     def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[tuple[Callback, Any, BaseException | None]]:
         """Runs all calls in the inbox. With `block`, waits for the first one."""
         results: list[tuple[Callback, Any, BaseException | None]] = []
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 if block:
                     self._busy_since = None
                 work, callback = self._inbox.get(block)
                 block = False
                 self._busy_since = time.monotonic()
-            except queue.Empty:
-                self._busy_since = time.monotonic()
-                return results
-            result, error = None, None
-            try:
-                result = work(engine)
-            except Exception as raised:
-                error = raised
-            if callback is not None:
-                results.append((callback, result, error))
-            elif error is not None:
-                logger.error("a call to the engine failed", exc_info=error)
+                try:
+                    results.append((callback, work(engine), None))
+                except Exception as error:
+                    results.append((callback, None, error))
+        self._busy_since = time.monotonic()
+        return results
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         # The loop may be closed: its process is then shutting down.
@@ -289,15 +284,9 @@ def _apply_settings(engine: LLMEngine, *, max_waiting_requests: int | None, max_
     engine.scheduler.config = engine.scheduler.config.model_copy(update=limits)
 
 
-def _add(request: GenerateRequest, arrival_time: float, engine: LLMEngine) -> None:
-    engine.add_request(
-        request.request_id,
-        request.prompt_token_ids,
-        request.sampling_params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        arrival_time=arrival_time,
-    )
+def _log_error(_: None, error: BaseException | None) -> None:
+    if error is not None and not isinstance(error, EngineDeadError):
+        logger.error("a call to the engine failed", exc_info=error)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

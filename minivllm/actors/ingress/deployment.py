@@ -1,4 +1,4 @@
-"""Ingress deployment: speaks HTTP with clients and Python with other Ray programs, token ids with the engine."""
+"""Ingress deployment: HTTP and handle calls in, token ids to the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +32,19 @@ if TYPE_CHECKING:
 
     from minivllm.actors.metrics.deployment import HistoryPoint
 
+Prompt = str | list[str] | list[int] | list[list[int]]
+Body = dict[str, Any]
+
 
 @serve.deployment(name="Ingress")
 @serve.ingress()
 class Ingress:
-    """The application's front: HTTP routes (see `actors/openai/http/app.py`) and the methods below for handles.
+    """The HTTP routes (see `actors/openai/http/app.py`) and the methods below for handles.
 
     `generate` and `chat` take the fields of `/v1/completions` and `/v1/chat/completions` as keyword arguments and
-    return the body of the answer as a plain dict; their `_stream` forms yield its chunks. What is wrong with a request
-    raises the typed errors of `minivllm.core.errors`, before the first chunk if it can be known by then.
+    return the response body as a plain dict; with `stream=True`, or in their `_stream` forms, they yield its chunks.
+    Call these through `handle.options(stream=True)`. A wrong request raises the typed errors of `minivllm.core.errors`,
+    before the first chunk if it can be known by then.
 
     Args:
         args: of the application.
@@ -53,7 +57,8 @@ class Ingress:
     ) -> None:
         log_to_stderr()
         use_batch_cpu_policy()
-        tokenizer = await _in_background(_load_tokenizer, args)
+        with ThreadPoolExecutor(1) as executor:  # a new thread, since its priority stays low
+            tokenizer = await asyncio.get_running_loop().run_in_executor(executor, _load_tokenizer, args)
         freeze_gc()
         self._client = EngineClient(engine)
         self._metrics = metrics.options(_by_reference=False)
@@ -72,100 +77,84 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_http_app(self._service, echo_request_id=False)
 
-    # ---------------------------------------------------------------- text
+    # ---- text
 
     async def generate(
-        self, prompt: str | list[str] | list[int] | list[list[int]], *, stream: bool = False, **fields: Any
-    ) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
-        """Completes a prompt, or each of several. With `stream=True` it is `generate_stream`."""
+        self, prompt: Prompt, *, stream: bool = False, **fields: Any
+    ) -> Body | AsyncGenerator[Body, None]:
+        """Completes a prompt, or each of several."""
         request = {"prompt": prompt, **fields}
-        if stream:
-            return self._stream(Completion, request)
-        return await self._whole(Completion, request)
+        return self._chunks(Completion, request) if stream else await self._complete(Completion, request)
 
-    async def generate_stream(
-        self, prompt: str | list[str] | list[int] | list[list[int]], **fields: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """The same as chunks. Call it through `handle.options(stream=True)`."""
-        async with contextlib.aclosing(self._stream(Completion, {"prompt": prompt, **fields})) as chunks:
+    async def generate_stream(self, prompt: Prompt, **fields: Any) -> AsyncGenerator[Body, None]:
+        async with contextlib.aclosing(self._chunks(Completion, {"prompt": prompt, **fields})) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def chat(
         self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any
-    ) -> dict[str, Any] | AsyncGenerator[dict[str, Any], None]:
-        """Answers a conversation. With `stream=True` it is `chat_stream`."""
+    ) -> Body | AsyncGenerator[Body, None]:
+        """Answers a conversation."""
         request = {"messages": messages, **fields}
-        if stream:
-            return self._stream(Chat, request)
-        return await self._whole(Chat, request)
+        return self._chunks(Chat, request) if stream else await self._complete(Chat, request)
 
-    async def chat_stream(self, messages: list[dict[str, Any]], **fields: Any) -> AsyncGenerator[dict[str, Any], None]:
-        """The same as chunks. Call it through `handle.options(stream=True)`."""
-        async with contextlib.aclosing(self._stream(Chat, {"messages": messages, **fields})) as chunks:
+    async def chat_stream(self, messages: list[dict[str, Any]], **fields: Any) -> AsyncGenerator[Body, None]:
+        async with contextlib.aclosing(self._chunks(Chat, {"messages": messages, **fields})) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _whole(self, kind: type[Completion] | type[Chat], request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _complete(self, kind: type[Completion] | type[Chat], request: Mapping[str, Any]) -> Body:
         await self._service.ready()
         if request.get("stream_options") is not None:
             raise InvalidRequestError("stream_options: only for streams", param="stream_options")
         job = await kind.prepare(self._service, {**request, "stream": False})
         return await job.whole()
 
-    async def _stream(
+    async def _chunks(
         self, kind: type[Completion] | type[Chat], request: Mapping[str, Any]
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Body, None]:
         await self._service.ready()
         job = await kind.prepare(self._service, {**request, "stream": True})
-        async with contextlib.aclosing(job.chunks()) as chunks:
-            async for together in chunks:
-                for chunk in together:
+        async with contextlib.aclosing(job.chunks()) as batches:
+            async for batch in batches:
+                for chunk in batch:
                     yield json.loads(chunk)
 
-    # ---------------------------------------------------------------- tokens
+    # ---- tokens
 
-    async def tokenize(self, **fields: Any) -> dict[str, Any]:
-        """Token ids of `prompt` or `messages`; see POST /tokenize."""
+    async def tokenize(self, **fields: Any) -> Body:
+        """Returns the token ids of `prompt` or `messages`; see POST /tokenize."""
         await self._service.ready()
         return await tokenize(self._service, fields)
 
-    async def detokenize(self, tokens: list[int], **fields: Any) -> dict[str, Any]:
-        """Text of token ids; see POST /detokenize."""
+    async def detokenize(self, tokens: list[int], **fields: Any) -> Body:
+        """Returns the text of token ids; see POST /detokenize."""
         await self._service.ready()
         return await detokenize(self._service, {"tokens": tokens, **fields})
 
-    # ---------------------------------------------------------------- questions
+    # ---- questions
 
     async def info(self) -> EngineInfo:
-        """What never changes while one engine lives; waits for one that is loading."""
+        """Returns what never changes while one engine lives; waits for an engine that is loading."""
         return await self._service.ready()
 
     async def stats(self) -> EngineSnapshot:
-        """The engine as it is now."""
-        return await self._service.engine.stats()
+        """Returns the engine's statistics and settings, taken now."""
+        return await self._client.stats()
 
     async def _last_known(self) -> EngineSnapshot | None:
         snapshot: EngineSnapshot | None = await self._metrics.current.remote()
         return snapshot
 
     async def metrics_history(self, last: int | None = None) -> list[HistoryPoint]:
-        """Block counts and rejections over time, from the Metrics deployment, oldest first."""
+        """Returns block counts and rejections over time from the Metrics deployment, oldest first."""
         points: list[HistoryPoint] = await self._metrics.history.remote(last)
         return points
 
 
 def _load_tokenizer(args: AppArgs) -> Tokenizer:
+    """Loads the tokenizer at low thread priority: the engine, which takes longer, loads at the same time."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
     import_transformers_without_torch(args)
     return load_tokenizer(args)
-
-
-async def _in_background(function: Callable[[AppArgs], Tokenizer], args: AppArgs) -> Tokenizer:
-    """Runs it in a thread that stands back: the engine, which everybody waits for, loads at the same time."""
-
-    def stand_back() -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
-
-    with ThreadPoolExecutor(1, initializer=stand_back) as executor:
-        return await asyncio.get_running_loop().run_in_executor(executor, function, args)

@@ -26,6 +26,10 @@ CONSUMER_CHECK_INTERVAL_S = 1.0
 ABORT_RETRY_INTERVAL_S = 0.5
 
 
+_running_tasks: set[asyncio.Task[Any]] = set()
+"""asyncio keeps only weak references to tasks."""
+
+
 class EngineClient:
     """The engine's client in one process; used from one asyncio loop.
 
@@ -44,7 +48,6 @@ class EngineClient:
         self._connect_timeout_s = connect_timeout_s
         self._channel: _Channel | None = None
         self._opening: asyncio.Task[_Channel] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
         """Returns the stream of a request that the engine has accepted. Raises the refusal.
@@ -75,10 +78,7 @@ class EngineClient:
 
     def count_never_fits(self) -> None:
         """Makes the engine count a prompt that can never fit and was not sent to it. Does not wait."""
-        counting = in_own_context(_typed(self._call.count_never_fits.remote()))
-        self._tasks.add(counting)
-        counting.add_done_callback(self._tasks.discard)
-        counting.add_done_callback(_log_exception)
+        in_own_context(_typed(self._call.count_never_fits.remote())).add_done_callback(_log_exception)
 
     def close(self) -> None:
         """Closes the channel; live requests end with EngineDeadError."""
@@ -119,7 +119,6 @@ class _Channel:
         self._call = call
         self._response: Any = None
         self._settings = LiveSettings()
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def open(self, timeout_s: float) -> None:
         """Raises EngineDeadError when no engine answers in time."""
@@ -138,8 +137,8 @@ class _Channel:
             raise first
         self._settings = first
         self.is_open = True
-        self._spawn(self._read())
-        self._spawn(self._abort_unread())
+        in_own_context(self._read())
+        in_own_context(self._abort_unread())
 
     def close(self, error: MinivllmError) -> None:
         """Ends the channel and, with `error`, its live requests."""
@@ -155,7 +154,7 @@ class _Channel:
         stream = RequestStream(self.router, live)
         try:
             # If the caller is cancelled, the message is still sent; the abort follows once it has arrived.
-            refusal = await asyncio.shield(self._spawn(self._submit(request, live)))
+            refusal = await asyncio.shield(in_own_context(self._submit(request, live)))
         except BaseException:
             stream.close()
             raise
@@ -176,7 +175,7 @@ class _Channel:
         return refusal
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
-        self._spawn(self._abort(request_id, index))
+        in_own_context(self._abort(request_id, index))
 
     async def _abort(self, request_id: str, index: int | None) -> None:
         while self.is_open:
@@ -209,12 +208,6 @@ class _Channel:
             await asyncio.sleep(min(CONSUMER_CHECK_INTERVAL_S, timeout_s / 4))
             self.router.abort_unread(self._settings.consumer_timeout_s)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = in_own_context(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
 
 def _log_exception(task: asyncio.Task[Any]) -> None:
     """Retrieves the exception of a task that may have no other consumer."""
@@ -228,7 +221,10 @@ def in_own_context(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Resul
     Serve keeps the current request in a context variable, takes every call made under it for its child, and cancels
     the children with their parent. The shared channel, and the abort that a cancelled request sends, must survive.
     """
-    return asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
+    task = asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
+    _running_tasks.add(task)
+    task.add_done_callback(_running_tasks.discard)
+    return task
 
 
 async def _typed(response: Any) -> Any:

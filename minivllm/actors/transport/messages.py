@@ -80,9 +80,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def copy(self) -> Histogram:
-        return Histogram(self.bounds, list(self.counts), self.sum)
-
 
 def empty_histograms() -> dict[str, Histogram]:
     """Returns the latency histograms of a new engine, by metric name."""

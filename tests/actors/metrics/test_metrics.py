@@ -43,7 +43,7 @@ def test_older_snapshot_does_not_replace_a_newer_one() -> None:
     store = MetricsStore(10)
     store.record(snapshot(2, num_running=2))
     store.record(snapshot(1, num_running=1))
-    assert store.current() == snapshot(2, num_running=2)
+    assert store.current == snapshot(2, num_running=2)
     assert len(store.history()) == 1
 
 
@@ -52,7 +52,7 @@ def test_snapshot_of_a_replaced_engine_is_ignored() -> None:
     store.record(snapshot(7, engine="old", started_at=1.0))
     store.record(snapshot(1, engine="new", started_at=2.0))
     store.record(snapshot(8, engine="old", started_at=1.0))
-    current = store.current()
+    current = store.current
     assert current is not None
     assert current.engine_id == "new"
 
@@ -80,7 +80,7 @@ def test_one_snapshot_restores_all_totals() -> None:
     sent = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
     store = MetricsStore(10)
     store.record(pickle.loads(pickle.dumps(sent)))
-    assert store.current() == sent
+    assert store.current == sent
 
 
 # ---- Prometheus text
