@@ -46,7 +46,6 @@ class EngineClient:
         self._call = engine.options(_by_reference=False)
         self._stream = engine.options(_by_reference=False, stream=True)
         self._connect_timeout_s = connect_timeout_s
-        self._channel: _Channel | None = None
         self._opening: asyncio.Task[_Channel] | None = None
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
@@ -54,17 +53,17 @@ class EngineClient:
 
         The caller closes the stream. If the caller is cancelled here, the request is aborted.
         """
-        channel = await self._open_channel()
+        channel = await self._connect()
         try:
             return await channel.submit(request)
         except ChannelClosedError:
             channel.close(EngineDeadError("the engine was replaced"))
-        return await (await self._open_channel()).submit(request)
+        return await (await self._connect()).submit(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one of its `n` samples. Its terminal output still arrives. Unknown ids: a no-op."""
-        if self._channel is not None:
-            self._channel.router.abort(request_id, index)
+        if (channel := self._open_channel()) is not None:
+            channel.router.abort(request_id, index)
 
     async def info(self) -> EngineInfo:
         """What never changes while one engine lives; waits for an engine that is still loading."""
@@ -82,26 +81,21 @@ class EngineClient:
 
     def close(self) -> None:
         """Closes the channel; live requests end with EngineDeadError."""
-        if self._channel is not None:
-            self._channel.close(EngineDeadError("the ingress is shutting down"))
+        if (channel := self._open_channel()) is not None:
+            channel.close(EngineDeadError("the ingress is shutting down"))
 
-    async def _open_channel(self) -> _Channel:
-        if self._channel is not None and self._channel.is_open:
-            return self._channel
-        if self._opening is None:
-            self._opening = in_own_context(self._open_new_channel())
+    async def _connect(self) -> _Channel:
+        if self._opening is None or (self._opening.done() and self._open_channel() is None):
+            self._opening = in_own_context(_Channel.open(self._stream, self._call, self._connect_timeout_s))
             self._opening.add_done_callback(_log_exception)
         # Several requests may wait for one channel: a request that is cancelled does not cancel its opening.
         return await asyncio.shield(self._opening)
 
-    async def _open_new_channel(self) -> _Channel:
-        try:
-            channel = _Channel(self._stream, self._call)
-            await channel.open(self._connect_timeout_s)
-            self._channel = channel
-            return channel
-        finally:
-            self._opening = None
+    def _open_channel(self) -> _Channel | None:
+        task = self._opening
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result() if task.result().is_open else None
 
 
 class _Channel:
@@ -111,34 +105,33 @@ class _Channel:
     the engine acknowledges it. If this process dies, the engine sees the channel end.
     """
 
-    def __init__(self, stream: DeploymentHandle[Any], call: DeploymentHandle[Any]) -> None:
+    def __init__(self, channel_id: str, response: Any, call: DeploymentHandle[Any], settings: LiveSettings) -> None:
         self.router = OutputRouter(self._send_abort)
-        self.is_open = False
-        self._id = uuid.uuid4().hex
-        self._stream = stream
+        self.is_open = True
+        self._id = channel_id
+        self._response = response
         self._call = call
-        self._response: Any = None
-        self._settings = LiveSettings()
+        self._settings = settings
+        in_own_context(self._read())
+        in_own_context(self._abort_unread())
 
-    async def open(self, timeout_s: float) -> None:
+    @classmethod
+    async def open(cls, stream: DeploymentHandle[Any], call: DeploymentHandle[Any], timeout_s: float) -> _Channel:
         """Raises EngineDeadError when no engine answers in time."""
-        self._response = self._stream.connect.remote(self._id)
+        channel_id = uuid.uuid4().hex
+        response: Any = stream.connect.remote(channel_id)
         try:
-            first = await asyncio.wait_for(_typed(anext(self._response)), timeout_s)
-        except TimeoutError:
-            self._response.cancel()
-            raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
-        except StopAsyncIteration:
-            raise EngineDeadError("the engine has ended") from None
-        except BaseException:
-            self._response.cancel()
+            first = await asyncio.wait_for(_typed(anext(response)), timeout_s)
+        except BaseException as error:
+            response.cancel()
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
+            if isinstance(error, StopAsyncIteration):
+                raise EngineDeadError("the engine has ended") from None
             raise
         if isinstance(first, MinivllmError):
             raise first
-        self._settings = first
-        self.is_open = True
-        in_own_context(self._read())
-        in_own_context(self._abort_unread())
+        return cls(channel_id, response, call, first)
 
     def close(self, error: MinivllmError) -> None:
         """Ends the channel and, with `error`, its live requests."""

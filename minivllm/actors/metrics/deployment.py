@@ -38,60 +38,43 @@ class HistoryPoint:
         )
 
 
-class MetricsStore:
-    """The newest snapshot and a bounded history. Every snapshot has the engine's cumulative counters, so that a new
-    store is complete after the first one.
+class Metrics:
+    """The newest snapshot and a bounded history. The engine sends every change.
+
+    Every snapshot has the engine's cumulative counters, so that a new actor is complete after the first one.
 
     Args:
         history_size: points kept. A stretch without changes takes two points.
     """
 
     def __init__(self, history_size: int) -> None:
-        self.current: EngineSnapshot | None = None
+        use_batch_cpu_policy()
+        self._current: EngineSnapshot | None = None
         self._history: deque[HistoryPoint] = deque(maxlen=history_size)
 
-    def record(self, snapshot: EngineSnapshot) -> None:
+    async def record(self, snapshot: EngineSnapshot) -> None:
         """Stores a snapshot, unless a newer one of this engine, or one of a newer engine, is known."""
-        current = self.current
+        current = self._current
         if current is not None:
             if snapshot.engine_id == current.engine_id and snapshot.number <= current.number:
                 return
             if snapshot.engine_id != current.engine_id and snapshot.started_at < current.started_at:
                 return
-        self.current = snapshot
+        self._current = snapshot
         point, history = HistoryPoint.of(snapshot), self._history
         if len(history) >= 2 and all(replace(history[i], time=point.time) == point for i in (-1, -2)):
             history.pop()
         history.append(point)
 
-    def history(self, last: int | None = None) -> list[HistoryPoint]:
-        """Returns the points, oldest first; only the `last` ones if given."""
+    async def current(self) -> EngineSnapshot | None:
+        """Returns the newest snapshot; None before the engine has sent one."""
+        return self._current
+
+    async def history(self, last: int | None = None) -> list[HistoryPoint]:
+        """Returns block counts and cumulative rejections by reason, oldest first; only the `last` points if given."""
         points = list(self._history)
         return points if last is None else points[max(0, len(points) - last) :]
 
-
-class Metrics:
-    """The store as an actor. The engine sends it snapshots.
-
-    Args:
-        history_size: see MetricsStore.
-    """
-
-    def __init__(self, history_size: int) -> None:
-        use_batch_cpu_policy()
-        self._store = MetricsStore(history_size)
-
-    async def record(self, snapshot: EngineSnapshot) -> None:
-        self._store.record(snapshot)
-
-    async def current(self) -> EngineSnapshot | None:
-        """Returns the newest snapshot; None before the engine has sent one."""
-        return self._store.current
-
-    async def history(self, last: int | None = None) -> list[HistoryPoint]:
-        """Returns block counts and cumulative rejections by reason over time, oldest first."""
-        return self._store.history(last)
-
     async def prometheus(self) -> str:
         """Returns the newest snapshot as Prometheus text."""
-        return render_prometheus(self._store.current)
+        return render_prometheus(self._current)

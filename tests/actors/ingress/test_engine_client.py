@@ -75,14 +75,16 @@ async def test_each_step_sends_at_most_one_message(
     tasks = [asyncio.create_task(collect(client.submit(request(f"r{index}", 40)))) for index in range(16)]
     await until(lambda: made(handle, "submit") == 16, "all requests are submitted")
     messages = 0
-    deliver = client._channel.router.deliver  # type: ignore[union-attr]
+    channel = client._open_channel()
+    assert channel is not None
+    deliver = channel.router.deliver
 
     def count(*arguments: Any) -> None:
         nonlocal messages
         messages += 1
         deliver(*arguments)
 
-    client._channel.router.deliver = count  # type: ignore[union-attr,method-assign]
+    channel.router.deliver = count  # type: ignore[method-assign]
     runner.gate.set()
     await asyncio.gather(*tasks)
     assert 0 < messages <= runner.steps_executed
@@ -272,7 +274,7 @@ async def test_closing_the_client_ends_its_requests(
 
 async def test_idle_connection_closes_when_its_engine_stops(client: EngineClient, loop: EngineLoop) -> None:
     await collect(client.submit(request("r", 5)))
-    channel = client._channel
+    channel = client._open_channel()
     assert channel is not None
     loop.stop()
     await until(lambda: not channel.is_open, "the connection is closed")
@@ -299,8 +301,8 @@ async def test_broken_connection_fails_its_requests_and_is_reopened(
 ) -> None:
     runner.gate.clear()
     task = asyncio.create_task(collect(client.submit(request("r", 200))))
-    await until(lambda: client._channel is not None, "connected")
-    client._channel._response.break_off()  # type: ignore[union-attr]
+    await until(lambda: client._open_channel() is not None, "connected")
+    client._open_channel()._response.break_off()  # type: ignore[union-attr]
     assert isinstance((await task)[0].error, EngineDeadError)
     runner.gate.set()
     assert len((await collect(client.submit(request("next", 5))))[0].new_token_ids) == 5
@@ -341,6 +343,6 @@ async def test_thousand_cancelled_requests_leave_no_state(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     await assert_idle(loop, runner)
-    channel = client._channel
+    channel = client._open_channel()
     assert channel is not None
     await until(lambda: len(channel.router) == 0, "the client has released all requests")
