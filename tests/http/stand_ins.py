@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import uvicorn
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.engine.deployment import Engine
 from minivllm.actors.ingress.engine_client import EngineClient
 from minivllm.actors.openai.http.app import make_http_app
 from minivllm.actors.openai.serving.service import GenerationService
@@ -21,11 +21,11 @@ from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, Gener
 from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.engine import LLMEngine
 from minivllm.core.outputs import SampleResult, TokenLogprobs
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.scheduler import SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
-from tests.actors import fakes
-from tests.actors.fakes import LocalHandle
+from tests.actors.fakes import LocalHandle, started_engine
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ class ScriptedRunner:
     """
 
     CERTAINTY = 0.75
+    generation_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -94,6 +95,8 @@ class ScriptedRunner:
         self.may_fail = threading.Event()
         self.may_fail.set()
         self._scripts: dict[str, list[int]] = {}
+
+    def precompile(self, sampling_params: SamplingParams) -> None: ...
 
     def prepare(self, sequence: Sequence) -> None:
         prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
@@ -145,36 +148,15 @@ class ScriptedRunner:
 
 
 class LocalEngine:
-    """An EngineLoop in this process and an EngineClient connected to it."""
+    """The Engine deployment in this process, and an EngineClient connected to it."""
 
-    def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
-        self.loop = loop
-        self.client = EngineClient(LocalHandle(fakes.LocalEngine(loop, info)))  # type: ignore[arg-type]
+    def __init__(self, deployment: Engine) -> None:
+        self.loop = deployment.loop
+        self.client = EngineClient(LocalHandle(deployment))  # type: ignore[arg-type]
 
     def stop(self) -> None:
         self.client.close()
         self.loop.stop()
-
-
-async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
-    loop = EngineLoop(build)
-    await loop.start()
-    engine: LLMEngine = await loop.call(lambda engine: engine)
-    runner = engine.model_runner
-    info = EngineInfo(
-        model=engine.config.model,
-        max_model_len=engine.config.max_model_len or 0,
-        vocab_size=runner.vocab_size,
-        eos_token_ids=tuple(sorted(runner.eos_token_ids)),
-        block_size=engine.config.block_size,
-        num_blocks=runner.num_blocks,
-        config=engine.config,
-        version="0",
-        engine_id=loop.engine_id,
-        started_at=loop.started_at,
-        generation_defaults=dict(getattr(runner, "generation_defaults", {})),
-    )
-    return LocalEngine(loop, info)
 
 
 class LocalServer:
@@ -240,7 +222,7 @@ class LocalServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._build is not None:
-            self.engine = await start_engine(self._build)
+            self.engine = LocalEngine(await started_engine(self._build))
         self.service = GenerationService(
             _NeverReady() if self.engine is None else self.engine.client, self.tokenizer, self.args
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
@@ -112,11 +113,11 @@ async def test_repeated_aborts_reach_the_engine_once(loop: EngineLoop, runner: P
     await loop.call(lambda engine: note_aborts(engine, heard))
     stream = await submit_to(loop, request("r", 200))
     await stream.take()
-    loop.abort("r")
-    loop.abort("r")
+    loop.router.abort("r")
+    loop.router.abort("r")
     stream.close()
-    loop.abort("r")
-    loop.abort("unknown")
+    loop.router.abort("r")
+    loop.router.abort("unknown")
     await assert_idle(loop, runner)
     assert heard == [("r", None)]
 
@@ -134,7 +135,7 @@ def note_aborts(engine: Any, heard: list[tuple[str, int | None]]) -> None:
 async def test_aborted_sample_leaves_the_other_samples_running(loop: EngineLoop, runner: PacedRunner) -> None:
     stream = await submit_to(loop, request("r", 30, n=3))
     await stream.take()
-    loop.abort("r", 1)
+    loop.router.abort("r", 1)
     result = await read(stream)
     assert result[1].finish_reason is FinishReason.ABORT
     assert result[0].finish_reason is result[2].finish_reason is FinishReason.LENGTH
@@ -144,13 +145,13 @@ async def test_aborted_sample_leaves_the_other_samples_running(loop: EngineLoop,
 async def test_abort_by_id_ends_the_stream_with_reason_abort(loop: EngineLoop) -> None:
     stream = await submit_to(loop, request("r", 200))
     await stream.take()
-    loop.abort("r")
+    loop.router.abort("r")
     assert (await read(stream))[0].finish_reason is FinishReason.ABORT
 
 
 async def test_grammar_compilation_does_not_block_other_streams(runner: PacedRunner) -> None:
     release = threading.Event()
-    runner.precompile = lambda _: release.wait(30)  # type: ignore[attr-defined]
+    runner.precompile = lambda _: release.wait(30)  # type: ignore[method-assign,assignment,return-value]
     loop = await started_loop(runner)
     slow = GenerateRequest(
         "slow", [1, 2], SamplingParams(max_tokens=3, structured_output=StructuredOutput(kind="regex", value="a"))
@@ -192,26 +193,6 @@ async def test_rejection_reaches_the_caller_and_leaves_no_state(runner: PacedRun
     assert any(isinstance(result, EngineOverloadedError) for result in results)
     assert all(isinstance(result, (dict, EngineOverloadedError)) for result in results)
     await assert_idle(loop, runner)
-    loop.stop()
-
-
-async def test_unread_stream_is_aborted_after_the_consumer_timeout(runner: PacedRunner) -> None:
-    runner.step_s = 0.01
-    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.2})
-    forgotten = await submit_to(loop, request("forgotten", 240))
-    await forgotten.take()
-    polled = asyncio.create_task(collect(submit_to(loop, request("polled", 100))))
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is released")
-    assert len((await polled)[0].new_token_ids) == 100
-    assert (await read(forgotten))[0].finish_reason is FinishReason.ABORT
-    await assert_idle(loop, runner)
-    loop.stop()
-
-
-async def test_waiting_for_a_long_step_counts_as_reading(runner: PacedRunner) -> None:
-    runner.step_s = 0.4
-    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.1})
-    assert len((await collect(submit_to(loop, request("r", 3))))[0].new_token_ids) == 3
     loop.stop()
 
 
@@ -265,7 +246,7 @@ async def test_inbox_calls_are_answered_when_the_engine_dies(loop: EngineLoop, r
 
 
 async def test_hung_step_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
-    loop = await started_loop(runner, settings={"stall_timeout_s": 0.1})
+    loop = await started_loop(runner, settings=LiveSettings(stall_timeout_s=0.1))
     await asyncio.sleep(0.25)
     loop.check_health()  # idle for longer than stall_timeout_s
     task = asyncio.create_task(collect(submit_to(loop, request("r", 200))))
@@ -290,7 +271,7 @@ async def test_start_raises_the_error_of_the_engine_constructor() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        await EngineLoop(build).start()
+        await EngineLoop(build, LiveSettings()).start()
 
 
 async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) -> None:
@@ -303,7 +284,7 @@ async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) ->
 
 async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
+    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
     for index in range(3):
         await collect(submit_to(loop, request(f"r{index}", 30)))
         await until(lambda: snapshots[-1].stats.num_running == 0, "a snapshot without running requests")
@@ -317,7 +298,7 @@ async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
 
 async def test_snapshots_under_load_keep_the_snapshot_interval(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
+    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
     await collect(submit_to(loop, request("r", 200)))
     busy = [snapshot for snapshot in snapshots if snapshot.stats.num_running]
     assert busy

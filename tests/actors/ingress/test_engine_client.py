@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from minivllm.actors.config import LiveSettings
+from minivllm.actors.engine.deployment import Engine
 from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.ingress.engine_client import EngineClient
 from minivllm.core.errors import EngineDeadError, InvalidRequestError
+from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import FinishReason
-from tests.actors.fakes import PARENT, LocalEngine, LocalHandle, PacedRunner, started_loop
+from tests.actors.fakes import PARENT, LocalHandle, PacedRunner, paced_engine, started_engine
 from tests.actors.helpers import assert_idle, collect, read, request, until
 
 
@@ -22,21 +27,26 @@ async def runner() -> PacedRunner:
 
 
 @pytest.fixture
-async def loop(runner: PacedRunner) -> AsyncIterator[EngineLoop]:
-    loop = await started_loop(runner)
-    yield loop
+async def engine(runner: PacedRunner) -> AsyncIterator[Engine]:
+    engine = await started_engine(lambda: paced_engine(runner))
+    yield engine
     runner.gate.set()
-    loop.stop()
+    engine.loop.stop()
 
 
 @pytest.fixture
-async def handle(loop: EngineLoop) -> LocalHandle:
-    return LocalHandle(LocalEngine(loop))
+async def loop(engine: Engine) -> EngineLoop:
+    return engine.loop
+
+
+@pytest.fixture
+async def handle(engine: Engine) -> LocalHandle:
+    return LocalHandle(engine)
 
 
 @pytest.fixture
 async def client(handle: LocalHandle) -> AsyncIterator[EngineClient]:
-    client = EngineClient(handle, keep_interval_s=0.05, connect_timeout_s=0.3)  # type: ignore[arg-type]
+    client = EngineClient(handle, connect_timeout_s=0.3)  # type: ignore[arg-type]
     yield client
     client.close()
 
@@ -65,14 +75,16 @@ async def test_each_step_sends_at_most_one_message(
     tasks = [asyncio.create_task(collect(client.submit(request(f"r{index}", 40)))) for index in range(16)]
     await until(lambda: made(handle, "submit") == 16, "all requests are submitted")
     messages = 0
-    deliver = client._connection.router.deliver  # type: ignore[union-attr]
+    channel = client._open_channel()
+    assert channel is not None
+    deliver = channel.router.deliver
 
     def count(*arguments: Any) -> None:
         nonlocal messages
         messages += 1
         deliver(*arguments)
 
-    client._connection.router.deliver = count  # type: ignore[union-attr,method-assign]
+    channel.router.deliver = count  # type: ignore[method-assign]
     runner.gate.set()
     await asyncio.gather(*tasks)
     assert 0 < messages <= runner.steps_executed
@@ -138,7 +150,7 @@ async def test_engine_calls_run_outside_the_context_of_the_request(
         stream.close()
 
     await asyncio.create_task(leave())
-    await until(lambda: made(handle, "keep") > 0 and made(handle, "abort") > 0, "every kind of call was made")
+    await until(lambda: made(handle, "abort") > 0, "every kind of call was made")
     assert handle.parents == {None}
     await assert_idle(loop, runner)
 
@@ -156,7 +168,7 @@ async def test_request_cancelled_while_connecting_keeps_the_connection(
     await assert_idle(loop, runner)
 
 
-async def test_keep_alive_aborts_a_request_whose_abort_was_lost(
+async def test_lost_abort_is_repeated(
     client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.05
@@ -165,46 +177,87 @@ async def test_keep_alive_aborts_a_request_whose_abort_was_lost(
     stream = await client.submit(request("leaves", 200))
     await stream.take()
     stream.close()
+    await until(lambda: made(handle, "abort") == 1, "the abort is sent")
+    handle.lost.clear()
     await until(lambda: "leaves" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     assert len((await neighbour)[0].new_token_ids) == 50
     await assert_idle(loop, runner)
 
 
-async def test_keep_alive_does_not_abort_newly_submitted_requests(
-    client: EngineClient, handle: LocalHandle, loop: EngineLoop
+async def test_request_whose_acceptance_was_lost_is_aborted(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
 ) -> None:
-    """A delayed keep-alive call may arrive after a request that it does not list."""
-    handle.delays_s["keep"] = 0.03
-    for index in range(12):
-        assert (await collect(client.submit(request(f"r{index}", 30))))[0].finish_reason is FinishReason.LENGTH
+    """The engine accepts the request, and its reply does not arrive."""
+    runner.step_s = 0.01
+    handle.lost_replies.add("submit")
+    with pytest.raises(EngineDeadError, match="cannot be reached"):
+        await client.submit(request("r", 240))
+    await assert_idle(loop, runner)
+    assert runner.steps_executed < 150
+    assert runner.released_total == 1
 
 
 async def test_unread_stream_is_aborted_after_the_consumer_timeout(
-    handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+    client: EngineClient, engine: Engine, loop: EngineLoop, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.01
-    loop.consumer_timeout_s = 0.2
-    client = EngineClient(handle, consumer_timeout_s=0.2)  # type: ignore[arg-type]
+    await engine.reconfigure({"consumer_timeout_s": 0.2})
     forgotten = await client.submit(request("forgotten", 240))
     await forgotten.take()
     polled = await collect(client.submit(request("polled", 60)))
     assert len(polled[0].new_token_ids) == 60
     assert (await read(forgotten))[0].finish_reason is FinishReason.ABORT
     await assert_idle(loop, runner)
-    client.close()
 
 
-async def test_changed_consumer_timeout_reaches_the_client(
-    client: EngineClient, loop: EngineLoop, runner: PacedRunner
+async def test_changed_consumer_timeout_reaches_an_open_channel(
+    client: EngineClient, engine: Engine, runner: PacedRunner
 ) -> None:
     runner.step_s = 0.01
     forgotten = await client.submit(request("forgotten", 240))
     await forgotten.take()
-    loop.consumer_timeout_s = 0.2
+    await engine.reconfigure({"consumer_timeout_s": 0.2})
     await until(lambda: "forgotten" not in runner.live_request_ids, "the engine has released the request")
     assert runner.steps_executed < 150
     forgotten.close()
+
+
+async def test_waiting_for_a_long_step_counts_as_reading(
+    client: EngineClient, engine: Engine, runner: PacedRunner
+) -> None:
+    runner.step_s = 0.4
+    await engine.reconfigure({"consumer_timeout_s": 0.1})
+    assert len((await collect(client.submit(request("r", 3))))[0].new_token_ids) == 3
+
+
+async def test_channel_closed_while_a_grammar_compiles_leaves_no_state(
+    client: EngineClient, handle: LocalHandle, loop: EngineLoop, runner: PacedRunner
+) -> None:
+    release = threading.Event()
+    runner.precompile = lambda _: release.wait(30)  # type: ignore[method-assign,assignment,return-value]
+    grammar = StructuredOutput(kind="regex", value="a")
+    submission = asyncio.create_task(client.submit(request("r", 200, structured_output=grammar)))
+    await until(lambda: made(handle, "submit") == 1, "the submission is under way")
+    client.close()
+    await asyncio.sleep(0.05)
+    release.set()
+    with contextlib.suppress(EngineDeadError):
+        await submission
+    await assert_idle(loop, runner)
+
+
+async def test_stats_report_the_settings_in_force(client: EngineClient, engine: Engine, loop: EngineLoop) -> None:
+    defaults = LiveSettings()
+    assert (await client.stats()).settings == defaults
+    await engine.reconfigure({"max_waiting_requests": 1, "stall_timeout_s": 9})
+    changed = (await client.stats()).settings
+    assert changed == defaults.model_copy(update={"max_waiting_requests": 1, "stall_timeout_s": 9.0})
+    assert await loop.call(lambda engine: engine.scheduler.config.max_waiting_requests) == 1
+    await engine.reconfigure({"consumer_timeout_s": -1, "max_waiting_requests": 5})
+    assert (await client.stats()).settings == changed
+    await engine.reconfigure({})
+    assert (await client.stats()).settings == defaults
 
 
 async def test_closing_the_client_ends_its_requests(
@@ -221,10 +274,10 @@ async def test_closing_the_client_ends_its_requests(
 
 async def test_idle_connection_closes_when_its_engine_stops(client: EngineClient, loop: EngineLoop) -> None:
     await collect(client.submit(request("r", 5)))
-    connection = client._connection
-    assert connection is not None
+    channel = client._open_channel()
+    assert channel is not None
     loop.stop()
-    await until(lambda: not connection.is_open, "the connection is closed")
+    await until(lambda: not channel.is_open, "the connection is closed")
 
 
 async def test_dead_engine_fails_all_requests_and_its_successor_serves(
@@ -237,10 +290,10 @@ async def test_dead_engine_fails_all_requests_and_its_successor_serves(
         assert isinstance(result[0].error, EngineDeadError)
     with pytest.raises(EngineDeadError):
         await client.submit(request("late"))
-    replacement = await started_loop(PacedRunner())
-    handle.target = LocalEngine(replacement)
+    replacement = await started_engine(lambda: paced_engine(PacedRunner()))
+    handle.target = replacement
     assert len((await collect(client.submit(request("r0", 5))))[0].new_token_ids) == 5
-    replacement.stop()
+    replacement.loop.stop()
 
 
 async def test_broken_connection_fails_its_requests_and_is_reopened(
@@ -248,8 +301,8 @@ async def test_broken_connection_fails_its_requests_and_is_reopened(
 ) -> None:
     runner.gate.clear()
     task = asyncio.create_task(collect(client.submit(request("r", 200))))
-    await until(lambda: client._connection is not None, "connected")
-    client._connection._response.break_off()  # type: ignore[union-attr]
+    await until(lambda: client._open_channel() is not None, "connected")
+    client._open_channel()._response.break_off()  # type: ignore[union-attr]
     assert isinstance((await task)[0].error, EngineDeadError)
     runner.gate.set()
     assert len((await collect(client.submit(request("next", 5))))[0].new_token_ids) == 5
@@ -257,11 +310,11 @@ async def test_broken_connection_fails_its_requests_and_is_reopened(
 
 async def test_replaced_engine_gets_a_new_channel(client: EngineClient, handle: LocalHandle, loop: EngineLoop) -> None:
     await collect(client.submit(request("r", 5)))
-    replacement = await started_loop(PacedRunner())
-    handle.target = LocalEngine(replacement)
+    replacement = await started_engine(lambda: paced_engine(PacedRunner()))
+    handle.target = replacement
     assert len((await collect(client.submit(request("r", 5))))[0].new_token_ids) == 5
     assert made(handle, "connect") == 2
-    replacement.stop()
+    replacement.loop.stop()
 
 
 async def test_connect_timeout_raises_engine_dead_error(client: EngineClient, handle: LocalHandle) -> None:
@@ -290,8 +343,6 @@ async def test_thousand_cancelled_requests_leave_no_state(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     await assert_idle(loop, runner)
-    connection = client._connection
-    assert connection is not None
-    await until(
-        lambda: len(connection.router) == 0 and not connection._submissions, "the client has released all requests"
-    )
+    channel = client._open_channel()
+    assert channel is not None
+    await until(lambda: len(channel.router) == 0, "the client has released all requests")
