@@ -57,7 +57,7 @@ class IncrementalDecoder(ABC):
         """Returns the text held back for later tokens. Call it once, at the end."""
 
 
-# -- bytes -----------------------------------------------------------------------------------------
+# ---- bytes
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -92,7 +92,7 @@ class ByteLevelDecoder(IncrementalDecoder):
         return self._utf8.decode(b"", final=True)
 
 
-# -- pieces ----------------------------------------------------------------------------------------
+# ---- pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class PieceDecoder(IncrementalDecoder):
         return text
 
 
-# -- windows ---------------------------------------------------------------------------------------
+# ---- windows
 
 
 class WindowDecoder(IncrementalDecoder):
@@ -196,7 +196,7 @@ class WindowDecoder(IncrementalDecoder):
         return self._table.decode(self._window, self._skip_special_tokens)
 
 
-# -- the choice ------------------------------------------------------------------------------------
+# ---- the choice
 
 DecoderFactory = Callable[[TokenTable, bool], IncrementalDecoder]
 

@@ -148,7 +148,7 @@ class Tokenizer:
                 return False
         return True
 
-    # -- chat --------------------------------------------------------------------------------------
+    # ---- chat
 
     def chat_template(self, *, with_tools: bool) -> str | None:
         """Returns the model's template, None without one. A model may have one of its own for tools."""
@@ -235,7 +235,7 @@ def _part_text(part: Any, place: int) -> str:
     return text
 
 
-# -- loading ---------------------------------------------------------------------------------------
+# ---- loading
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:

@@ -104,9 +104,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Routes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- routes
 
 
 def _route(summary: str, response: Any, *statuses: int, **success: Any) -> dict[str, Any]:
@@ -229,9 +227,7 @@ def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
         return PlainTextResponse(render_prometheus(await service.last_snapshot()), media_type=CONTENT_TYPE)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Bodies and errors
-# ----------------------------------------------------------------------------------------------------------------
+# ---- bodies and errors
 
 
 class ApiRoute(APIRoute):
@@ -314,9 +310,7 @@ async def _drain(parts: AsyncGenerator[bytes, None]) -> None:
                     return
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Responses of generations
-# ----------------------------------------------------------------------------------------------------------------
+# ---- responses of generations
 
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

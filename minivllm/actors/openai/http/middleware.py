@@ -7,6 +7,7 @@ import hmac
 import uuid
 from collections.abc import Iterable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.actors.openai.protocol.errors import UnauthorizedError, error_response
@@ -34,22 +35,15 @@ class ApiKeyMiddleware:
             await send({"type": "websocket.close", "code": 1008})
 
     def _is_known(self, scope: Scope) -> bool:
-        token = _bearer_token(scope)
-        given = _digest(token)
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return bool(token) and any(matches)
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        token = token.strip(" ")
+        digest = _digest(token.encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and bool(token) and any(matches)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _bearer_token(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, token = value.partition(b" ")
-            return bytes(token.strip()) if scheme.lower() == b"bearer" else b""
-    return b""
 
 
 def _path(scope: Scope) -> str:
@@ -66,12 +60,11 @@ class RequestIdMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = (value for name, value in scope.get("headers", ()) if name == b"x-request-id")
-        request_id = next(given, None) or str(uuid.uuid4()).encode()
+        request_id = Headers(raw=scope.get("headers", [])).get("x-request-id") or str(uuid.uuid4())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

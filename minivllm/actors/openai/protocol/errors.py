@@ -81,8 +81,12 @@ def error_response(error: BaseException) -> Response:
 def to_api_error(error: BaseException) -> ApiError:
     """Returns what a client sees of `error`. Logs an unexpected one with its traceback."""
     match error:
+        case ModelNotFoundError():
+            return ApiError(404, error.message, "invalid_request_error", error.param, "model_not_found")
         case InvalidRequestError():
-            return _bad_request(error)
+            default = "context_length_exceeded" if isinstance(error, NeverFitsError) else None
+            code = getattr(error, "code", default)
+            return ApiError(400, error.message, "invalid_request_error", error.param, code)
         case EngineOverloadedError():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(429, error.message, "rate_limit_error", code="engine_overloaded", headers=headers)
@@ -107,15 +111,6 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-def _bad_request(error: InvalidRequestError) -> ApiError:
-    if isinstance(error, ModelNotFoundError):
-        return ApiError(404, error.message, "invalid_request_error", error.param, "model_not_found")
-    code = getattr(error, "code", None)
-    if code is None and isinstance(error, NeverFitsError):
-        code = "context_length_exceeded"
-    return ApiError(400, error.message, "invalid_request_error", error.param, code)
-
-
 def _http_error(error: HTTPException) -> ApiError:
     """The router raises these for unknown paths and methods."""
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
@@ -124,9 +119,7 @@ def _http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail), kind, code=code, headers=headers)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Validation errors of pydantic
-# ----------------------------------------------------------------------------------------------------------------
+# ---- validation errors of pydantic
 
 _HIDDEN = object()
 # pydantic's paths contain the branches of unions between the names of fields; clients never wrote these.
@@ -192,9 +185,7 @@ def field_path(parts: Iterable[str | int]) -> str:
     return text
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Truncation of shown values
-# ----------------------------------------------------------------------------------------------------------------
+# ---- truncation of shown values
 
 _shortener = reprlib.Repr()
 _shortener.maxlevel = 3

@@ -65,9 +65,7 @@ def parse(kind: type[Body], fields: object) -> Body:
         raise invalid_request(error.errors(include_url=False, include_context=False)) from None
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Structured output
-# ----------------------------------------------------------------------------------------------------------------
+# ---- structured output
 
 
 def _grammar(
@@ -133,9 +131,7 @@ class StructuredOutputs(StrictModel):
         return StructuredOutput(kind="json_object") if grammar is None else grammar
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Completions and chat completions
-# ----------------------------------------------------------------------------------------------------------------
+# ---- completions and chat completions
 
 _TOKEN_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 _LOGIT_BIAS_SCHEMA = {
@@ -438,9 +434,7 @@ class ChatCompletionRequest(GenerationBody):
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Tokenizer routes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- tokenizer routes
 
 
 class TokenizeRequest(RequestBody):

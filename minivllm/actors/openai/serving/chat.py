@@ -140,9 +140,7 @@ def _call_fields(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Prompt
-# ----------------------------------------------------------------------------------------------------------------
+# ---- prompt
 
 
 async def chat_prompt(

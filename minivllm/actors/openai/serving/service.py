@@ -71,7 +71,7 @@ class GenerationService:
             (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=1
         )
 
-    # ---------------------------------------------------------------- engine
+    # ---- engine
 
     def start(self) -> None:
         """Starts to ask for the engine's info; until it is known, requests get 503."""
@@ -124,7 +124,7 @@ class GenerationService:
                 logger.warning("the engine does not answer yet: %s", error)
                 await asyncio.sleep(INFO_RETRY_S)
 
-    # ---------------------------------------------------------------- checks
+    # ---- checks
 
     @property
     def model_name(self) -> str:
@@ -168,7 +168,7 @@ class GenerationService:
                 reason = f"token ids must be whole numbers from 0 to {size - 1}, not {shorten(token_id)}"
                 raise wrong_field(param, reason)
 
-    # ---------------------------------------------------------------- tokenizer
+    # ---- tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str, is_prompt: bool = True) -> list[int]:
         """Returns the token ids of a text. Raises InvalidRequestError for a prompt that is certainly too long."""

@@ -136,9 +136,7 @@ def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Templates without tools
-# ----------------------------------------------------------------------------------------------------------------
+# ---- templates without tools
 
 
 def with_tools_in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
