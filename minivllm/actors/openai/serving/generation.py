@@ -178,7 +178,7 @@ class Generation:
             yield [writer.usage(self._usage())]
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far, as OpenAI counts them: each prompt once for all its samples."""
+        """Returns the tokens so far as OpenAI counts them: each prompt once for all its samples."""
         prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in self._prompts)
         completion_tokens = sum(one.num_tokens for prompt in self._prompts for one in prompt.detokenizers)
         return {
@@ -213,17 +213,17 @@ class Generation:
                 raise
             raise wrong_field(self._grammar_field, error.message) from error
         finally:
-            if takes:
-                for task in takes.values():
-                    task.cancel()
-                await asyncio.gather(*takes.values(), return_exceptions=True)
+            for task in takes.values():
+                task.cancel()
             for prompt in self._prompts:
                 prompt.close()
+            if takes:
+                await asyncio.gather(*takes.values(), return_exceptions=True)
 
     async def _take(
         self, takes: dict[_PromptState, asyncio.Task[list[RequestOutput]]]
     ) -> list[tuple[_PromptState, list[RequestOutput]]]:
-        """Waits for outputs of any open prompt. `takes` are the tasks that wait; those left over wait on."""
+        """Waits for outputs of any open prompt. `takes` are the tasks that wait for one prompt each."""
         if len(self._prompts) == 1:
             return [(self._prompts[0], await self._prompts[0].take(self._engine))]
         for prompt in self._prompts:
