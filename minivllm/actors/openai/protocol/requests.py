@@ -254,7 +254,7 @@ class GenerationBody(RequestBody):
         Raises InvalidRequestError naming the field of this API.
         """
         values: dict[str, Any] = dict(defaults)
-        for name in GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"}:
+        for name in _SAMPLING_FIELDS:
             value = getattr(self, name)
             if value is not None:
                 values[name] = value
@@ -273,6 +273,9 @@ class GenerationBody(RequestBody):
                 raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
         return {int(key): bias for key, bias in biases.items()}
 
+
+_SAMPLING_FIELDS = sorted(GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"})
+"""Fields with the same name and meaning as in SamplingParams."""
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
@@ -307,14 +310,14 @@ class CompletionRequest(GenerationBody):
             raise ValueError("max_tokens: must be at least 1 (0 only scores a prompt, together with echo)")
         return self
 
-    def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+    def to_sampling_params(self, defaults: Mapping[str, Any], grammar: StructuredOutput | None) -> SamplingParams:
         scores_prompt = self.echo and (self.logprobs is not None or self.max_tokens == 0)
         return self._sampling_params(
             defaults,
             max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=(self.logprobs or 0) if scores_prompt else None,
-            structured_output=self.structured()[0],
+            structured_output=grammar,
         )
 
 

@@ -19,7 +19,8 @@ from minivllm.core.sampling_params import SamplingParams
 async def chat_completion(service: GenerationService, body: ChatCompletionRequest) -> Generation:
     """Checks a request and tokenizes its conversation, without submitting it. Raises InvalidRequestError."""
     service.check_model(body.model)
-    tool_use = ToolUse(body, service.tokenizer.chat_template(with_tools=True) or "")
+    template = service.tokenizer.chat_template(with_tools=True) if body.tools else None
+    tool_use = ToolUse(body, template or "")
     grammar, grammar_field = body.structured()
     if tool_use.is_forced:
         if grammar is not None:

@@ -19,7 +19,8 @@ MAX_CHOICES = 1024
 async def completion(service: GenerationService, body: CompletionRequest) -> Generation:
     """Checks a request and tokenizes its prompts, without submitting any. Raises InvalidRequestError."""
     service.check_model(body.model)
-    params = body.to_sampling_params(service.info.generation_defaults)
+    grammar, grammar_field = body.structured()
+    params = body.to_sampling_params(service.info.generation_defaults, grammar)
     prompts = await _prompts(service, body)
     if len(prompts) * params.n > MAX_CHOICES:
         raise wrong_field("prompt", f"{len(prompts)} prompts with n = {params.n} are more than {MAX_CHOICES} choices")
@@ -36,7 +37,7 @@ async def completion(service: GenerationService, body: CompletionRequest) -> Gen
         id_prefix="cmpl",
         kind="text_completion",
         chunk_kind="text_completion",
-        grammar_field=body.structured()[1],
+        grammar_field=grammar_field,
     )
 
 
