@@ -79,6 +79,7 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
     app.state.max_request_bytes = service.args.max_request_bytes
     app.router.route_class = ApiRoute
     app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
     _add_model_routes(app, service)
