@@ -40,7 +40,13 @@ ALLOWED_IMPORTS = {
     "actors/openai/tools": {"actors/openai/protocol"},
     "actors/openai/serving": {"actors/openai/protocol", "actors/openai/tools", "actors/transport", "core/text"},
     "actors/openai/http": {"actors/metrics", "actors/openai/protocol", "actors/openai/serving"},
-    "actors/ingress": {"actors/openai/http", "actors/openai/serving", "actors/transport", "core/text"},
+    "actors/ingress": {
+        "actors/openai/http",
+        "actors/openai/protocol",
+        "actors/openai/serving",
+        "actors/transport",
+        "core/text",
+    },
 }
 TORCH_FREE = ("core/scheduler", "core/kv_cache")
 

@@ -15,8 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from minivllm.actors.config import AppArgs
 from minivllm.actors.metrics.prometheus import render_prometheus
-from minivllm.actors.transport.latencies import Latencies
-from minivllm.actors.transport.messages import EngineSnapshot
+from minivllm.actors.transport.messages import EngineSnapshot, empty_histograms
 from minivllm.core.stats import EngineStats
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +33,7 @@ SERVE_CONFIGS = {
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """Returns label values by exported sample name (`_total` and `_bucket` included)."""
-    text = render_prometheus(EngineSnapshot(EngineStats(), engine_id="1", histograms=Latencies.histograms()))
+    text = render_prometheus(EngineSnapshot(EngineStats(), engine_id="1", histograms=empty_histograms()))
     samples: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -75,6 +74,12 @@ def test_default_configuration_listens_on_localhost_only() -> None:
     config = SERVE_CONFIGS["serve_config.yaml"]
     assert config["http_options"]["host"] == "127.0.0.1"
     assert AppArgs(**config["applications"][0]["args"]).http_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", SERVE_CONFIGS)
+def test_configurations_open_one_port(name: str) -> None:
+    assert SERVE_CONFIGS[name]["http_options"]["port"] == 8000
+    assert AppArgs(**SERVE_CONFIGS[name]["applications"][0]["args"]).http_port is None
 
 
 def test_kuberay_uses_the_installed_ray_version() -> None:

@@ -1,7 +1,7 @@
-"""build_app: the three deployments, bound to each other. `serve run` and the controller call it.
+"""build_app: binds the three deployments to each other. `serve run` and Serve's controller call it.
 
-Postponed annotations would turn the builder's parameter type into a string, and Serve would then hand it an unchecked
-dict: this file must not import them.
+No postponed annotations in this file: the builder's parameter type would be a string, and Serve would pass an unchecked
+dict.
 """
 
 import os
@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve import Application
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine.deployment import Engine, EngineSettings, load_engine
+from minivllm.actors.engine.deployment import Engine, load_engine
 from minivllm.actors.ingress.deployment import Ingress
 from minivllm.actors.metrics.deployment import Metrics
 from minivllm.core.config import EngineConfig
@@ -22,34 +22,35 @@ if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
 
 MAX_ONGOING_REQUESTS = 100_000
-"""Far above what the engine admits: Serve never holds a request back, so a refusal is ours, with our error body."""
+"""Far above what the engine admits: the engine refuses requests with an error body of the API, Serve never queues."""
 
 REPLICA_ENV_VARS = {
-    # User code, router and Serve's own work on one asyncio loop: no hand-over between threads for each token.
+    # User code, router and Serve's own work on one asyncio loop: no switch between threads per token.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # Serve's own counters ten times a second would be a tenth of what an idle replica costs.
+    # Exporting Serve's own counters every 0.1 s, the default, costs a tenth of an idle replica's CPU time.
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-    # The access log goes to disk in larger pieces.
+    # Access log records per write to disk.
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
     # A prompt of a million tokens is larger than gRPC's default limit of 4 MiB.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 1024**2),
-    # OpenMP threads that wait for the next step spin for half a millisecond, not for five: proxy, ingress and clients
-    # need the cores between steps.
+    # OpenMP threads spin for 0.5 ms instead of 5 ms between steps: proxy, ingress and clients need the cores then.
     "GOMP_SPINCOUNT": "20000",
 }
 
 API_KEYS_VARIABLE = "MINIVLLM_API_KEYS"
 
-HEALTH_CHECK_PERIOD_S = 1
-"""A failed engine refuses everything until it is replaced, so look often. Serve wants three failures in a row."""
-
-WITHOUT_ACCESS_LOG = {"enable_access_log": False}
-"""For the deployments that only we call, several times a second."""
+COMMON_OPTIONS: dict[str, Any] = {
+    # A failed engine refuses everything until it is replaced, which takes Serve three failed checks.
+    "health_check_period_s": 1,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
+NO_ACCESS_LOG = {"enable_access_log": False}
+"""For deployments that only this application calls, several times per second."""
 
 
 def build_app(args: AppArgs) -> Application:
-    """The application, from the `args:` of serve_config.yaml. Starts nothing itself.
+    """Returns the application for the `args:` of serve_config.yaml. Starts nothing.
 
     Keys may come from the environment as MINIVLLM_API_KEYS, separated by commas: Ray writes `args` into its logs.
     """
@@ -60,64 +61,45 @@ def build_app(args: AppArgs) -> Application:
 
 
 def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] = load_engine) -> Application:
-    """The same with another way to make the engine. `build_engine` must be importable where the replicas run."""
-    metrics = _bind_metrics(args)
-    engine = _bind_engine(args, metrics, build_engine)
-    ingress: Any = Ingress
-    application: Application = ingress.options(
-        num_replicas=args.num_ingress_replicas,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        graceful_shutdown_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.2,
-        ray_actor_options=_actor_options(num_cpus=0.1),
-    ).bind(args, engine, metrics)
-    return application
-
-
-def _bind_metrics(args: AppArgs) -> Application:
-    deployment = serve.deployment(
+    """Returns the application with another `build_engine`, which must be importable where the replicas run."""
+    metrics = serve.deployment(
         Metrics,
         name="Metrics",
         max_ongoing_requests=1000,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=2,
-        graceful_shutdown_wait_loop_s=0.1,
-        logging_config=WITHOUT_ACCESS_LOG,
+        logging_config=NO_ACCESS_LOG,
         ray_actor_options=_actor_options(num_cpus=0),
-    )
-    application: Application = deployment.bind(args.metrics_history_size)
-    return application
-
-
-def _bind_engine(
-    args: AppArgs, metrics: Application, build_engine: Callable[[EngineConfig], "LLMEngine"]
-) -> Application:
+        **COMMON_OPTIONS,
+    ).bind(args.metrics_history_size)
     device = _choose_device(args.device)
-    deployment = serve.deployment(
+    engine = serve.deployment(
         Engine,
         name="Engine",
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=10,
-        graceful_shutdown_wait_loop_s=0.2,
-        # A model that cannot be loaded will not load the twentieth time either.
-        max_constructor_retry_count=2,
-        logging_config=WITHOUT_ACCESS_LOG,
+        max_constructor_retry_count=2,  # a model that cannot be loaded is not tried twenty times
+        logging_config=NO_ACCESS_LOG,
         ray_actor_options=_actor_options(
             num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
         ),
-    )
-    settings = EngineSettings(consumer_timeout_s=args.consumer_timeout_s, stall_timeout_s=args.stall_timeout_s)
-    application: Application = deployment.bind(args.engine_config(device=device), settings, metrics, build_engine)
+        **COMMON_OPTIONS,
+    ).bind(args.engine_config(device=device), args.live_settings(), metrics, build_engine)
+    ingress: Any = Ingress
+    application: Application = ingress.options(
+        num_replicas=args.num_ingress_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        graceful_shutdown_timeout_s=10,
+        ray_actor_options=_actor_options(num_cpus=0.1),
+        **COMMON_OPTIONS,
+    ).bind(args, engine, metrics)
     return application
 
 
 def _choose_device(device: str) -> str:
-    """Either cuda or cpu. `auto` takes a GPU that the cluster has now; one that an autoscaler would add must be asked
-    for with `device: cuda`. An engine without a GPU of its own is told so: Ray does not hide the GPUs from it."""
+    """Returns "cuda" or "cpu". `auto` uses a GPU that the cluster has now; one that an autoscaler would add needs
+    `device: cuda`. The engine needs an explicit "cpu": Ray does not hide GPUs from actors that reserve none."""
     if device != "auto":
         return device
     if not ray.is_initialized():

@@ -1,8 +1,8 @@
-"""Checks a configuration file before anything is started; `make serve` does.
+"""Checks a configuration file before anything is started; `make serve` runs it.
 
     python -m minivllm.actors.check_config serve_config.yaml
 
-`serve run` finds the same mistakes, but only once Ray is up, within a traceback, and then waits for a better file.
+`serve run` finds the same mistakes only once Ray is up, within a traceback, and then waits for a corrected file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILDER = "minivllm.actors.app:build_app"
 
 
 def mistakes(path: Path) -> Iterator[str]:
-    """What is wrong with our applications in the file. What belongs to Serve is Serve's to check."""
+    """Yields the mistakes in the arguments of this package's applications. Serve checks the rest of the file."""
     try:
         config = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -33,30 +33,52 @@ def mistakes(path: Path) -> Iterator[str]:
         yield f"it cannot be read: {error}"
         return
     proxy_port = _http_options(config).get("port", 8000)
-    for application in _dicts_in(config, "applications"):
-        if application.get("import_path") == BUILDER:
-            args = application.get("args") or {}
-            yield from _of_model(AppArgs, args, "args")
-            if isinstance(args, dict) and args.get("http_port") == proxy_port:
-                yield f"args.http_port: {proxy_port} is the port of Serve's proxy (http_options); one needs another"
-            for deployment in _dicts_in(application, "deployments"):
-                if deployment.get("name") == "Engine":
-                    yield from _of_model(LiveSettings, deployment.get("user_config") or {}, "user_config")
+    for application in _applications(config):
+        args = application.get("args") or {}
+        yield from _validate(AppArgs, args, "args")
+        if isinstance(args, dict) and args.get("http_port") == proxy_port:
+            yield f"args.http_port: {proxy_port} is the port of Serve's proxy (http_options); choose another one"
+        for deployment in _dicts_in(application, "deployments"):
+            if deployment.get("name") == "Engine":
+                yield from _validate(LiveSettings, deployment.get("user_config") or {}, "user_config")
+
+
+def taken_ports(path: Path) -> Iterator[str]:
+    """Yields the ports of a valid configuration on which other programs listen.
+
+    Serve's proxy would share its port with the proxy of another Ray, each with some of the connections.
+    """
+    config = yaml.safe_load(path.read_text())
+    options = _http_options(config)
+    wanted = [("http_options.port", options.get("host", "127.0.0.1"), options.get("port", 8000))]
+    for application in _applications(config):
+        args = AppArgs.model_validate(application.get("args") or {})
+        if args.http_port is not None:
+            wanted.append(("args.http_port", args.http_host, args.http_port))
+    for name, host, port in wanted:
+        try:
+            listen(host, port).close()
+        except (OSError, TypeError, OverflowError) as error:  # also for values that are no host or port
+            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            yield f"{name}: cannot listen on port {port} of {host}: {reason}"
 
 
 def _http_options(config: Any) -> dict[str, Any]:
-    """Those of Serve's proxy, or none if they are not what they should be."""
     options = config.get("http_options") if isinstance(config, dict) else None
     return options if isinstance(options, dict) else {}
 
 
+def _applications(config: Any) -> list[dict[str, Any]]:
+    return [each for each in _dicts_in(config, "applications") if each.get("import_path") == BUILDER]
+
+
 def _dicts_in(parent: Any, name: str) -> list[dict[str, Any]]:
-    """The dicts of a list in a dict, as far as all of them are what they should be."""
+    """Returns the dicts in the list `parent[name]`; none where the file has another shape."""
     found = parent.get(name) if isinstance(parent, dict) else None
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
-def _of_model(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
+def _validate(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
     try:
         model.model_validate(values)
     except ValidationError as error:
@@ -64,29 +86,10 @@ def _of_model(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
             yield f"{'.'.join((where, *map(str, one['loc'])))}: {one['msg'].removeprefix('Value error, ')}"
 
 
-def taken_ports(path: Path) -> Iterator[str]:
-    """Which ports of a configuration without mistakes others listen on. Serve's proxies would share one with those of
-    another Ray, each with some of the connections, and an ingress says it only when all else is up."""
-    config = yaml.safe_load(path.read_text())
-    options = _http_options(config)
-    wanted = [("http_options.port", options.get("host", "127.0.0.1"), options.get("port", 8000))]
-    for application in _dicts_in(config, "applications"):
-        if application.get("import_path") == BUILDER:
-            args = AppArgs.model_validate(application.get("args") or {})
-            if args.http_port is not None:
-                wanted.append(("args.http_port", args.http_host, args.http_port))
-    for name, host, port in wanted:
-        try:
-            listen(host, port).close()
-        except (OSError, TypeError, OverflowError) as error:  # not every host or port is one
-            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            yield f"{name}: cannot listen on port {port} of {host}: {reason}"
-
-
 def main() -> None:
     path = Path(sys.argv[1])
     found = list(mistakes(path))
-    if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run the same already
+    if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run this application already
         found = list(taken_ports(path))
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")

@@ -1,22 +1,22 @@
-"""Client and AsyncClient: the application from another Ray program, with iterators that take their request along.
-
-Leaving a stream of Serve early (`break`, an exception, a timeout around it) cancels nothing by itself: the engine would
-go on computing for nobody. The iterators here cancel in `finally`.
+"""Client and AsyncClient: the application from another Ray program.
 
     client = Client()
     client.chat([{"role": "user", "content": "Hello!"}], max_tokens=20)["choices"][0]["message"]["content"]
     for chunk in client.generate_stream("Once upon a time", max_tokens=100):
         print(chunk["choices"][0]["text"], end="")
 
-Arguments and answers are those of `/v1/completions` and `/v1/chat/completions`. What is wrong with a request raises the
+Arguments and response bodies are those of `/v1/completions` and `/v1/chat/completions`. An invalid request raises the
 typed errors of `minivllm.core.errors`, as in the engine's own process.
+
+A stream sends its request with the first `next` and cancels it when the iteration ends early. Serve's own response
+generators do not: after a `break`, an exception or a timeout the engine would continue.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ray import serve
 from ray.exceptions import RayTaskError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 Prompt = str | list[str] | list[int] | list[list[int]]
-Answer = dict[str, Any]
+Body = dict[str, Any]
 
 
 class Client:
@@ -36,8 +36,8 @@ class Client:
 
     Args:
         app_name: of the application in serve_config.yaml.
-        timeout_s: longest wait for a whole answer; it is cancelled then and TimeoutError raised. None: no limit.
-        handle: use this one instead of looking the application up.
+        timeout_s: longest wait for a complete response, which is then cancelled with TimeoutError. None: no limit.
+        handle: use this handle instead of looking the application up.
     """
 
     def __init__(
@@ -50,88 +50,76 @@ class Client:
         self._handle = serve.get_app_handle(app_name) if handle is None else handle
         self._timeout_s = timeout_s
 
-    def generate(self, prompt: Prompt, **fields: Any) -> Answer:
+    def generate(self, prompt: Prompt, **fields: Any) -> Body:
         """Completes a prompt, or each of several (then `choices` has prompts x n entries)."""
-        answer: Answer = self._whole("generate", prompt=prompt, **fields)
-        return answer
+        return cast(Body, self.call("generate", prompt=prompt, **fields))
 
-    def generate_stream(self, prompt: Prompt, **fields: Any) -> Generator[Answer, None, None]:
-        """The same as chunks. The request is sent by the first `next`, and cancelled when the iteration ends early."""
+    def generate_stream(self, prompt: Prompt, **fields: Any) -> Generator[Body, None, None]:
+        """Yields the chunks of `generate`."""
         return self._stream("generate_stream", prompt=prompt, **fields)
 
-    def chat(self, messages: Messages, **fields: Any) -> Answer:
+    def chat(self, messages: Messages, **fields: Any) -> Body:
         """Answers a conversation."""
-        answer: Answer = self._whole("chat", messages=messages, **fields)
-        return answer
+        return cast(Body, self.call("chat", messages=messages, **fields))
 
-    def chat_stream(self, messages: Messages, **fields: Any) -> Generator[Answer, None, None]:
-        """The same as chunks; see `generate_stream`."""
+    def chat_stream(self, messages: Messages, **fields: Any) -> Generator[Body, None, None]:
+        """Yields the chunks of `chat`."""
         return self._stream("chat_stream", messages=messages, **fields)
 
     def call(self, method: str, **fields: Any) -> Any:
-        """Any other method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
-        return self._whole(method, **fields)
-
-    def _whole(self, method: str, **fields: Any) -> Any:
+        """Calls any method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
         response = getattr(self._handle, method).remote(**fields)
-        with _own_errors():
+        with _typed_errors():
             try:
                 return response.result(timeout_s=self._timeout_s)
             except BaseException:
                 response.cancel()
                 raise
 
-    def _stream(self, method: str, **fields: Any) -> Generator[Answer, None, None]:
+    def _stream(self, method: str, **fields: Any) -> Generator[Body, None, None]:
         response = getattr(self._handle.options(stream=True), method).remote(**fields)
         try:
-            with _own_errors():
+            with _typed_errors():
                 yield from response
         finally:
             response.cancel()
 
 
 class AsyncClient:
-    """For programs with an asyncio loop, other deployments among them. A cancelled caller cancels its request."""
+    """For programs with an asyncio loop, other deployments among them. A cancelled caller cancels its request.
+
+    A stream that is left early is cancelled at once by `aclose` (`contextlib.aclosing`) or cancellation, and after a
+    bare `break` when Python collects it. The methods are those of `Client`.
+    """
 
     def __init__(self, app_name: str = "minivllm", *, handle: DeploymentHandle[Any] | None = None) -> None:
         self._handle = serve.get_app_handle(app_name) if handle is None else handle
 
-    async def generate(self, prompt: Prompt, **fields: Any) -> Answer:
-        """Completes a prompt, or each of several (then `choices` has prompts x n entries)."""
-        answer: Answer = await self._whole("generate", prompt=prompt, **fields)
-        return answer
+    async def generate(self, prompt: Prompt, **fields: Any) -> Body:
+        return cast(Body, await self.call("generate", prompt=prompt, **fields))
 
-    def generate_stream(self, prompt: Prompt, **fields: Any) -> AsyncGenerator[Answer, None]:
-        """The same as chunks. The request is sent with the first `anext`, and cancelled when the iteration ends early:
-        at once by `aclose` (`contextlib.aclosing`) or cancellation, after a bare `break` when Python collects it."""
+    def generate_stream(self, prompt: Prompt, **fields: Any) -> AsyncGenerator[Body, None]:
         return self._stream("generate_stream", prompt=prompt, **fields)
 
-    async def chat(self, messages: Messages, **fields: Any) -> Answer:
-        """Answers a conversation."""
-        answer: Answer = await self._whole("chat", messages=messages, **fields)
-        return answer
+    async def chat(self, messages: Messages, **fields: Any) -> Body:
+        return cast(Body, await self.call("chat", messages=messages, **fields))
 
-    def chat_stream(self, messages: Messages, **fields: Any) -> AsyncGenerator[Answer, None]:
-        """The same as chunks; see `generate_stream`."""
+    def chat_stream(self, messages: Messages, **fields: Any) -> AsyncGenerator[Body, None]:
         return self._stream("chat_stream", messages=messages, **fields)
 
     async def call(self, method: str, **fields: Any) -> Any:
-        """Any other method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
-        return await self._whole(method, **fields)
-
-    async def _whole(self, method: str, **fields: Any) -> Any:
         response = getattr(self._handle, method).remote(**fields)
-        with _own_errors():
+        with _typed_errors():
             try:
                 return await response
             except BaseException:
                 response.cancel()
                 raise
 
-    async def _stream(self, method: str, **fields: Any) -> AsyncGenerator[Answer, None]:
+    async def _stream(self, method: str, **fields: Any) -> AsyncGenerator[Body, None]:
         response = getattr(self._handle.options(stream=True), method).remote(**fields)
         try:
-            with _own_errors():
+            with _typed_errors():
                 async for chunk in response:
                     yield chunk
         finally:
@@ -139,8 +127,8 @@ class AsyncClient:
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Ray wraps what a replica raised; callers want to catch what we raised."""
+def _typed_errors() -> Iterator[None]:
+    """Raises the error of this package that Ray has wrapped."""
     try:
         yield
     except RayTaskError as error:

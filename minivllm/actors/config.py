@@ -11,21 +11,21 @@ from minivllm.core.config import EngineConfig
 
 
 class LiveSettings(BaseModel):
-    """What can be changed while the engine runs: the `user_config` of the deployment `Engine`. Nothing restarts.
+    """Settings that can change while the engine runs: the `user_config` of the deployment `Engine`. Nothing restarts.
 
-    A field left out keeps the value that `args:` gave it.
+    In `user_config`, a field left out has the value that `args` give it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    consumer_timeout_s: float | None = Field(None, gt=0)
-    stall_timeout_s: float | None = Field(None, gt=0)
+    consumer_timeout_s: float = Field(60.0, gt=0)
+    stall_timeout_s: float = Field(300.0, gt=0)
     max_waiting_requests: int | None = Field(None, ge=1)
     max_waiting_tokens: int | None = Field(None, ge=1)
 
 
 ApiKey = Annotated[str, StringConstraints(min_length=1, pattern=r"^\S+$")]
-"""A header carries no blanks: a key with one would lock everybody out."""
+"""A header value has no spaces: a key with one could never match."""
 
 
 class AppArgs(EngineConfig):
@@ -41,16 +41,18 @@ class AppArgs(EngineConfig):
     served_model_name: str | None = Field(None, min_length=1, description="name in the API; default: `model`")
     max_request_bytes: int = Field(8 * 1024**2, ge=1024, description="larger request bodies get 413")
     api_keys: tuple[ApiKey, ...] = Field((), description="when given, requests must carry one of them as bearer token")
-    cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may call us; none by default")
+    cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may send requests")
     http_port: int | None = Field(
-        None, ge=1, le=65535, description="the ingress listens here itself, beside Serve's proxy; null: it does not"
+        None, ge=1, le=65535, description="port of the ingress itself, in addition to Serve's proxy; null: none"
     )
     http_host: str = Field("127.0.0.1", min_length=1, description="address of `http_port`; 0.0.0.0: all machines")
 
     # The engine's process
-    consumer_timeout_s: float = Field(60.0, gt=0, description="a request whose output nobody takes so long is aborted")
+    consumer_timeout_s: float = Field(
+        60.0, gt=0, description="a request whose output is not read for this long is aborted"
+    )
     stall_timeout_s: float = Field(300.0, gt=0, description="a step that takes longer makes the engine unhealthy")
-    engine_num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray sets aside for the engine")
+    engine_num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for the engine")
     engine_env_vars: dict[str, str] = Field({}, description="environment variables of the engine's process")
 
     # The other processes
@@ -60,7 +62,7 @@ class AppArgs(EngineConfig):
     @model_validator(mode="before")
     @classmethod
     def _name_is_known(cls, values: Any) -> Any:
-        """Says what a mistyped name was probably meant to be."""
+        """Suggests the argument that a mistyped name is closest to."""
         if isinstance(values, dict):
             for name in values:
                 if name not in cls.model_fields:
@@ -87,6 +89,10 @@ class AppArgs(EngineConfig):
         return self.served_model_name or self.model
 
     def engine_config(self, **changes: Any) -> EngineConfig:
-        """The engine's part, with `changes` made to it."""
+        """Returns the engine's part, with `changes`."""
         values = {name: getattr(self, name) for name in EngineConfig.model_fields}
         return EngineConfig(**(values | changes))
+
+    def live_settings(self) -> LiveSettings:
+        """Returns the settings in force when there is no `user_config`."""
+        return LiveSettings(**{name: getattr(self, name) for name in LiveSettings.model_fields})

@@ -7,18 +7,20 @@ import contextlib
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from minivllm.actors.engine.channels import Channels
+from minivllm.actors.config import LiveSettings
+from minivllm.actors.engine.deployment import Engine
 from minivllm.actors.engine.loop import EngineLoop
-from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import MinivllmError
 from minivllm.core.outputs import SampleResult
+from minivllm.core.sampling_params import SamplingParams
 from tests.core.fakes import FakeRunner
 
 BLOCK_SIZE = 4
@@ -27,11 +29,15 @@ BLOCK_SIZE = 4
 class PacedRunner(FakeRunner):
     """Takes `step_s` per step; steps block while `gate` is cleared."""
 
+    generation_defaults: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, num_blocks: int = 64, *, step_s: float = 0.001) -> None:
         super().__init__(num_blocks, BLOCK_SIZE)
         self.step_s = step_s
         self.gate = threading.Event()
         self.gate.set()
+
+    def precompile(self, sampling_params: SamplingParams) -> None: ...
 
     def execute(self, step: Any) -> list[SampleResult]:
         self.gate.wait()
@@ -43,40 +49,27 @@ def paced_engine(runner: PacedRunner, **config: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(block_size=BLOCK_SIZE, validate_blocks=True, **config), model_runner=runner)
 
 
-async def started_loop(runner: PacedRunner, *, settings: dict[str, Any] | None = None, **config: Any) -> EngineLoop:
-    loop = EngineLoop(lambda: paced_engine(runner, **config), **(settings or {}))
+async def started_loop(
+    runner: PacedRunner, *, settings: LiveSettings | None = None, options: dict[str, Any] | None = None, **config: Any
+) -> EngineLoop:
+    loop = EngineLoop(lambda: paced_engine(runner, **config), settings or LiveSettings(), **(options or {}))
     await loop.start()
     return loop
 
 
-class LocalEngine:
-    """Fakes the Engine deployment for an EngineClient, on an EngineLoop in this process."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        info = EngineInfo("fake", 64, 97, (0,), BLOCK_SIZE, 64, EngineConfig(), "0", loop.engine_id, 0.0)
-        self.loop = loop
-        self.channels = Channels(loop, info)
-        self.connect = self.channels.connect
-        self.submit = self.channels.submit
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        self.loop.abort(request_id, index)
-
-    async def keep(self, channel_id: str, request_ids: list[str]) -> float:
-        return self.channels.keep(channel_id, request_ids)
-
-    async def stats(self) -> EngineSnapshot:
-        return await self.loop.snapshot()
-
-    async def count_never_fits(self) -> None:
-        await self.loop.call(lambda engine: engine.scheduler.count_never_fits())
+async def started_engine(build: Callable[[], LLMEngine], settings: LiveSettings | None = None) -> Engine:
+    """Returns the Engine deployment in this process, without Serve around it."""
+    engine = Engine.__new__(Engine)
+    await engine.__init__(EngineConfig(), settings or LiveSettings(), None, lambda _: build())  # type: ignore[misc]
+    return engine
 
 
 PARENT: ContextVar[str | None] = ContextVar("PARENT", default=None)
 
 
 class LocalHandle:
-    """Fakes a Serve handle: each call runs as a task, delayed by `delays_s` or failed when its name is in `lost`.
+    """Fakes a Serve handle: each call runs as a task, delayed by `delays_s`, and fails before or after the
+    call when its name is in `lost` or `lost_replies`.
 
     Tests replace `target` as Serve replaces a replica; None is a replica that does not answer.
     """
@@ -85,6 +78,7 @@ class LocalHandle:
         self.target = target
         self.delays_s: dict[str, float] = {}
         self.lost: set[str] = set()
+        self.lost_replies: set[str] = set()
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.parents: set[str | None] = set()
         """The values of `PARENT`, which fakes Serve's request context, at each call."""
@@ -106,7 +100,10 @@ class LocalHandle:
         await asyncio.sleep(self.delays_s.get(name, 0))
         if name in self.lost:
             raise ConnectionError("lost")
-        return await getattr(self.target, name)(*arguments)
+        reply = await getattr(self.target, name)(*arguments)
+        if name in self.lost_replies:
+            raise ConnectionError("lost")
+        return reply
 
 
 class LocalStream:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.transport.messages import GenerateRequest
+from minivllm.actors.transport.output_router import RequestOutputCollector, RequestStream
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from tests.actors.fakes import PacedRunner
@@ -18,10 +19,30 @@ def request(name: str, max_tokens: int = 20, *, prompt: list[int] | None = None,
     return GenerateRequest(name, prompt or [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params))
 
 
-async def collect(stream: AsyncIterator[list[RequestOutput]]) -> dict[int, RequestOutput]:
+async def submit_to(loop: EngineLoop, request: GenerateRequest) -> RequestStream:
+    """Submits a request without a client; its collector has no other request."""
+    collector = RequestOutputCollector()
+    try:
+        return RequestStream(loop.router, await loop.submit(request, collector))
+    except BaseException:
+        collector.close()
+        loop.router.abort_all(collector)
+        raise
+
+
+async def collect(submission: Awaitable[RequestStream]) -> dict[int, RequestOutput]:
+    """Submits a request and returns what `read` returns; closes the stream when it is cancelled."""
+    stream = await submission
+    try:
+        return await read(stream)
+    finally:
+        stream.close()
+
+
+async def read(stream: RequestStream) -> dict[int, RequestOutput]:
     """Returns all outputs merged per sample; checks that each sample ends exactly once, with its last output."""
     merged: dict[int, RequestOutput] = {}
-    async for outputs in stream:
+    while outputs := await stream.take():
         for output in outputs:
             earlier = merged.get(output.index)
             if earlier is not None:
@@ -29,6 +50,7 @@ async def collect(stream: AsyncIterator[list[RequestOutput]]) -> dict[int, Reque
                 output.new_token_ids[:0] = earlier.new_token_ids
             merged[output.index] = output
     assert all(output.finished for output in merged.values())
+    assert await stream.take() == []
     return merged
 
 

@@ -80,13 +80,11 @@ def test_step_thread_uses_the_default_policy_in_a_batch_process() -> None:
     """`make serve` starts all processes under the batch policy, which the step thread resets for itself."""
     program = """
 import asyncio, os
-from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.process import use_batch_cpu_policy
-from tests.actors.fakes import PacedRunner, paced_engine
+from tests.actors.fakes import PacedRunner, started_loop
 
 async def main():
-    loop = EngineLoop(lambda: paced_engine(PacedRunner()))
-    await loop.start()
+    loop = await started_loop(PacedRunner())
     computing = await loop.call(lambda engine: os.sched_getscheduler(0))
     print(computing == os.SCHED_OTHER, os.sched_getscheduler(0) == os.SCHED_BATCH)
     loop.stop()

@@ -6,22 +6,26 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import uvicorn
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.engine.deployment import Engine
+from minivllm.actors.ingress.engine_client import EngineClient
 from minivllm.actors.openai.http.app import make_http_app
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.engine import LLMEngine
-from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
+from minivllm.core.outputs import SampleResult, TokenLogprobs
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.scheduler import SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
+from tests.actors.fakes import LocalHandle, started_engine
 
 T = TypeVar("T")
 
@@ -44,7 +48,7 @@ def save_tiny_model(folder: Path, tokenizer: Tokenizer) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.4,
-        bos_token_id=tokenizer.bos_token_id,
+        bos_token_id=tokenizer.hf_tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -64,6 +68,7 @@ class ScriptedRunner:
     """
 
     CERTAINTY = 0.75
+    generation_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -90,6 +95,8 @@ class ScriptedRunner:
         self.may_fail = threading.Event()
         self.may_fail.set()
         self._scripts: dict[str, list[int]] = {}
+
+    def precompile(self, sampling_params: SamplingParams) -> None: ...
 
     def prepare(self, sequence: Sequence) -> None:
         prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
@@ -141,47 +148,15 @@ class ScriptedRunner:
 
 
 class LocalEngine:
-    """Adapts an EngineLoop to the engine interface of the service."""
+    """The Engine deployment in this process, and an EngineClient connected to it."""
 
-    def __init__(self, loop: EngineLoop, info: EngineInfo) -> None:
-        self.loop = loop
-        self._info = info
+    def __init__(self, deployment: Engine) -> None:
+        self.loop = deployment.loop
+        self.client = EngineClient(LocalHandle(deployment))  # type: ignore[arg-type]
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        return self.loop.generate(request)
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        self.loop.abort(request_id, index)
-
-    async def info(self) -> EngineInfo:
-        return self._info
-
-    async def stats(self) -> EngineSnapshot:
-        return await self.loop.snapshot()
-
-    def count_never_fits(self) -> None:
-        self._counting = asyncio.ensure_future(self.loop.call(lambda engine: engine.scheduler.count_never_fits()))
-
-
-async def start_engine(build: Callable[[], LLMEngine]) -> LocalEngine:
-    loop = EngineLoop(build)
-    await loop.start()
-    engine: LLMEngine = await loop.call(lambda engine: engine)
-    runner = engine.model_runner
-    info = EngineInfo(
-        model=engine.config.model,
-        max_model_len=engine.config.max_model_len or 0,
-        vocab_size=runner.vocab_size,
-        eos_token_ids=tuple(sorted(runner.eos_token_ids)),
-        block_size=engine.config.block_size,
-        num_blocks=runner.num_blocks,
-        config=engine.config,
-        version="0",
-        engine_id=loop.engine_id,
-        started_at=loop.started_at,
-        generation_defaults=dict(getattr(runner, "generation_defaults", {})),
-    )
-    return LocalEngine(loop, info)
+    def stop(self) -> None:
+        self.client.close()
+        self.loop.stop()
 
 
 class LocalServer:
@@ -225,7 +200,7 @@ class LocalServer:
 
     def snapshot(self) -> EngineSnapshot:
         assert self.engine is not None
-        return self.call(self.engine.stats())
+        return self.call(self.engine.client.stats())
 
     def until_idle(self, seconds: float = 5.0) -> None:
         """Waits until no request runs or waits and no block is used."""
@@ -247,8 +222,10 @@ class LocalServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._build is not None:
-            self.engine = await start_engine(self._build)
-        self.service = GenerationService(self.engine or _NeverReady(), self.tokenizer, self.args)
+            self.engine = LocalEngine(await started_engine(self._build))
+        self.service = GenerationService(
+            _NeverReady() if self.engine is None else self.engine.client, self.tokenizer, self.args
+        )
         if self.engine is not None:
             await self.service.ready()
         app = make_http_app(self.service)
@@ -263,13 +240,13 @@ class LocalServer:
         self._started.set()
         await serving
         if self.engine is not None:
-            await self.engine.loop.stop()
+            self.engine.stop()
 
 
 class _NeverReady:
     """An engine that never finishes loading."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
+    async def submit(self, request: GenerateRequest) -> RequestStream:
         raise AssertionError("submitted a request before the engine is ready")
 
     async def abort(self, request_id: str, index: int | None = None) -> None: ...

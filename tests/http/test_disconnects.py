@@ -107,8 +107,7 @@ def test_request_aborted_by_the_engine_returns_an_error(slow: LocalServer) -> No
     engine = slow.engine
 
     async def abort_all() -> None:
-        for request_id in engine.loop.router.request_ids():
-            engine.loop.abort(request_id)
+        engine.loop.router.abort_all()
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(base_url=slow.base_url, timeout=30) as client:

@@ -13,12 +13,11 @@ from minivllm.actors.openai.protocol.errors import (
     RequestTooLargeError,
     ServiceLoadingError,
     UnauthorizedError,
-    answer_for,
     field_path,
     shorten,
+    to_api_error,
 )
-from minivllm.actors.openai.protocol.fields import parse
-from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, CompletionRequest
+from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, CompletionRequest, parse
 from minivllm.core.errors import (
     EngineDeadError,
     EngineOverloadedError,
@@ -44,22 +43,22 @@ STATUSES: list[tuple[BaseException, int]] = [
 
 @pytest.mark.parametrize(("error", "status"), STATUSES, ids=[type(error).__name__ for error, _ in STATUSES])
 def test_every_error_maps_to_its_status_and_an_openai_body(error: BaseException, status: int) -> None:
-    answer = answer_for(error)
+    answer = to_api_error(error)
     assert answer.status == status
     assert set(answer.body()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_overload_error_has_a_retry_after_header() -> None:
-    assert answer_for(EngineOverloadedError("x", retry_after_s=2.1)).headers["retry-after"] == "3"
-    assert answer_for(EngineOverloadedError("x", retry_after_s=0.0)).headers["retry-after"] == "1"
+    assert to_api_error(EngineOverloadedError("x", retry_after_s=2.1)).headers["retry-after"] == "3"
+    assert to_api_error(EngineOverloadedError("x", retry_after_s=0.0)).headers["retry-after"] == "1"
 
 
 def test_unexpected_error_message_is_hidden() -> None:
-    assert "secret" not in str(answer_for(RuntimeError("/secret/path.py is broken")).body())
+    assert "secret" not in str(to_api_error(RuntimeError("/secret/path.py is broken")).body())
 
 
 def test_method_not_allowed_error_has_an_allow_header() -> None:
-    assert answer_for(HTTPException(405, headers={"Allow": "POST"})).headers["allow"] == "POST"
+    assert to_api_error(HTTPException(405, headers={"Allow": "POST"})).headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,16 @@
-"""Engine deployment: one replica, which owns the model, the scheduler and the KV pool."""
+"""Engine deployment: one replica, which owns the model, the scheduler and the KV pool.
+
+A client opens a channel: one stream that carries the outputs of all its requests, one message per step. Outputs that
+the client has not read yet are merged.
+
+    client                                       engine
+    connect(channel_id)          ------------->  the settings in force
+                                 <-------------  outputs, and settings when they change, until either side ends it
+    submit(channel_id, request)  ------------->  None, or the error that refuses the request
+    abort(request_id, index)     ------------->  acknowledges; the terminal outputs come over the channel
+
+A client that ends its channel, or dies, has its requests aborted.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +19,6 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +26,19 @@ from pydantic import ValidationError
 
 import minivllm
 from minivllm.actors.config import LiveSettings
-from minivllm.actors.engine.channels import ChannelMessage, Channels
 from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.metrics.publisher import SnapshotPublisher
 from minivllm.actors.process import freeze_gc, log_to_stderr
-from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.transport.messages import (
+    ChannelClosedError,
+    ChannelMessage,
+    EngineInfo,
+    EngineSnapshot,
+    GenerateRequest,
+)
+from minivllm.actors.transport.output_router import RequestOutputCollector
 from minivllm.core.config import EngineConfig
-from minivllm.core.errors import MinivllmError
-from minivllm.core.outputs import RequestOutput
+from minivllm.core.errors import EngineDeadError, MinivllmError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -33,17 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minivllm.engine")
 
 GIL_SWITCH_INTERVAL_S = 0.0005
-"""The loop's thread may hold the interpreter this long while the step thread waits for it. Python's 5 ms would be a
-good part of a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """The parts of AppArgs that the deployment needs beside the EngineConfig."""
-
-    consumer_timeout_s: float
-    stall_timeout_s: float
-    snapshot_interval_s: float = 0.25
+"""How long the asyncio thread may keep the GIL while the step thread waits for it. Python's 5 ms is a large part of a
+step."""
 
 
 def load_engine(config: EngineConfig) -> LLMEngine:
@@ -60,44 +67,42 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
 
 class Engine:
-    """Token ids in, token ids out. See `EngineLoop` for who does what in which thread.
+    """Token ids in, token ids out. `EngineLoop` describes its two threads.
 
     Args:
-        config: what to load and how to run it.
-        settings: timeouts.
+        config: the model and how to run it.
+        settings: the live settings while there is no `user_config`.
         metrics: the Metrics deployment, or None.
-        build_engine: makes the engine from its config. It runs in the step thread.
+        build_engine: makes the engine from its config. Runs in the step thread.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it: its loop stays responsive while the model loads
         self,
         config: EngineConfig,
-        settings: EngineSettings,
+        settings: LiveSettings,
         metrics: DeploymentHandle[Any] | None = None,
         build_engine: Callable[[EngineConfig], LLMEngine] = load_engine,
     ) -> None:
         log_to_stderr()
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
-        self._config = config
-        self._settings = settings
-        self._metrics = metrics
         started = time.monotonic()
-        self._loop = EngineLoop(
+        self._metrics = metrics
+        self._default_settings = settings
+        self._channels: dict[str, RequestOutputCollector] = {}
+        self._publisher = SnapshotPublisher(self._send_snapshot)
+        self.loop = EngineLoop(
             partial(build_engine, config),
-            consumer_timeout_s=settings.consumer_timeout_s,
-            stall_timeout_s=settings.stall_timeout_s,
-            snapshot_interval_s=settings.snapshot_interval_s,
-            on_snapshot=self._publish,
+            settings,
+            on_snapshot=self._publisher.publish,
+            on_death=self._close_channels,
         )
-        self._publisher = SnapshotPublisher(self._send_snapshot, self._loop.last_snapshot)
-        await self._loop.start()
-        self._info = await self._loop.call(self._describe)
-        self._channels = Channels(self._loop, self._info)
+        await self.loop.start()
+        self._info = await self.loop.call(self._describe)
         if metrics is not None:
-            self._publisher.start()
+            self._publisher.start(self.loop.last_snapshot)
         logger.info(
             "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
-            self._loop.engine_id,
+            self.loop.engine_id,
             time.monotonic() - started,
             self._info.model,
             self._info.num_blocks,
@@ -107,34 +112,46 @@ class Engine:
 
     # ---- requests ----
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        """Streams the outputs of one request; see `EngineLoop.generate`. The request ends with the stream."""
-        outputs = self._loop.generate(request)
+    async def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
+        """Opens a channel. It ends with the engine; when the client ends it, the client's requests are aborted."""
+        if self.loop.is_dead:
+            yield EngineDeadError("the engine has failed and is being replaced")
+            return
+        collector = self._channels[channel_id] = RequestOutputCollector()
+        sent = None
         try:
-            async for merged in outputs:
-                yield merged
+            while not (collector.is_closed and collector.is_empty):
+                if sent is not self.loop.settings:
+                    sent = self.loop.settings
+                    yield sent
+                if outputs := await collector.take():
+                    yield outputs
         finally:
-            await outputs.aclose()
-
-    def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
-        """Opens a channel, over which all outputs of one client come; see `Channels`. EngineClient uses it."""
-        return self._channels.connect(channel_id)
+            del self._channels[channel_id]
+            collector.close()
+            self.loop.router.abort_all(collector)
 
     async def submit(self, channel_id: str, request: GenerateRequest) -> MinivllmError | None:
-        """Takes a request for a channel, or says why not."""
-        return await self._channels.submit(channel_id, request)
+        """Accepts a request whose outputs go to the channel, or returns the error that refuses it.
 
-    async def keep(self, channel_id: str, request_ids: list[str]) -> float:
-        """Aborts the requests of a channel that its client has twice not named; see `Channels.keep`."""
-        return self._channels.keep(channel_id, request_ids)
+        Serve logs every exception that a method raises with its traceback, so a client's mistake is returned.
+        """
+        collector = self._channels.get(channel_id)
+        if collector is None:
+            return ChannelClosedError("the engine does not know this channel: connect again")
+        try:
+            await self.loop.submit(request, collector)
+        except MinivllmError as refusal:
+            return refusal
+        return None
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one of its samples; its terminal output still comes. An unknown id is no error."""
-        self._loop.abort(request_id, index)
+        """Ends a request, or one of its samples; its terminal output still comes. Unknown ids: a no-op."""
+        self.loop.router.abort(request_id, index)
 
     async def count_never_fits(self) -> None:
-        """Counts a prompt that was refused on its way here, since it could never fit."""
-        await self._loop.call(lambda engine: engine.scheduler.count_never_fits())
+        """Counts a prompt that the ingress refused because it can never fit."""
+        await self.loop.call(lambda engine: engine.scheduler.count_never_fits())
 
     # ---- questions ----
 
@@ -142,48 +159,41 @@ class Engine:
         return self._info
 
     async def stats(self) -> EngineSnapshot:
-        """As of now: taken between two steps."""
-        snapshot = await self._loop.snapshot()
-        snapshot.model = self._info.model
-        return snapshot
+        """Returns a snapshot taken now, between two steps."""
+        return await self.loop.snapshot()
 
     async def owners(self) -> list[BlockOwner]:
-        """Of each block: whether it is free, owned or cached, and by which requests."""
-        return await self._loop.call(lambda engine: engine.block_manager.owners())
+        """Returns for each block whether it is free, owned or cached, and by which requests."""
+        return await self.loop.call(lambda engine: engine.block_manager.owners())
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. False, and nothing changed, while a sequence holds a cached block."""
-        return await self._loop.call(lambda engine: engine.reset_prefix_cache())
+        """Empties the prefix cache. Returns False and changes nothing while a sequence uses a cached block."""
+        return await self.loop.call(lambda engine: engine.reset_prefix_cache())
 
     # ---- Serve's hooks ----
 
     async def check_health(self) -> None:
-        self._loop.check_health()
+        self.loop.check_health()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Applies LiveSettings; what is not among them is as `args` say. Serve calls it when `user_config` changes.
+        """Applies a `user_config`. Serve calls it when `user_config` changes.
 
-        A mistake is logged and changes nothing. If it were raised, Serve would stop this engine, and each that follows.
+        A mistake is logged and changes nothing. If it were raised, Serve would stop this engine and each replacement.
         """
         try:
-            live = LiveSettings.model_validate(user_config)
+            settings = LiveSettings.model_validate(self._default_settings.model_dump() | user_config)
         except ValidationError as error:
             logger.error("user_config is not applied, the settings stay as they were: %s", error)
             return
-        self._loop.consumer_timeout_s = live.consumer_timeout_s or self._settings.consumer_timeout_s
-        self._loop.stall_timeout_s = live.stall_timeout_s or self._settings.stall_timeout_s
-        limits = {
-            name: getattr(live if name in live.model_fields_set else self._config, name)
-            for name in ("max_waiting_requests", "max_waiting_tokens")
-        }
-        await self._loop.call(partial(_set_queue_limits, limits))
-        timeouts = {name: getattr(self._loop, name) for name in ("consumer_timeout_s", "stall_timeout_s")}
-        logger.info("settings now: %s", timeouts | limits)
+        await self.loop.apply(settings)
+        for collector in self._channels.values():
+            collector.wake()
+        logger.info("settings now: %s", settings)
 
     def __del__(self) -> None:
-        if hasattr(self, "_publisher"):
+        if hasattr(self, "loop"):
             self._publisher.stop()
-            self._loop.stop()
+            self.loop.stop()
 
     # ---- inside ----
 
@@ -198,25 +208,21 @@ class Engine:
             num_blocks=engine.block_manager.num_blocks,
             config=config,
             version=minivllm.__version__,
-            engine_id=self._loop.engine_id,
-            started_at=self._loop.started_at,
-            generation_defaults=dict(getattr(runner, "generation_defaults", {})),
+            engine_id=self.loop.engine_id,
+            started_at=self.loop.started_at,
+            generation_defaults=dict(runner.generation_defaults),
         )
 
-    def _publish(self, snapshot: EngineSnapshot) -> None:
-        self._publisher.publish(snapshot)
+    def _close_channels(self) -> None:
+        for collector in self._channels.values():
+            collector.close()
 
     async def _send_snapshot(self, snapshot: EngineSnapshot) -> None:
         if self._metrics is None:
             return
-        snapshot.model = self._info.model
         response = self._metrics.options(_by_reference=False).record.remote(snapshot)
         try:
             await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-
-
-def _set_queue_limits(limits: dict[str, int | None], engine: LLMEngine) -> None:
-    engine.scheduler.config = engine.scheduler.config.model_copy(update=limits)

@@ -7,14 +7,13 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minivllm.actors.transport.collector import RequestOutputCollector
+from minivllm.actors.config import LiveSettings
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
-from minivllm.actors.transport.output_router import OutputRouter
+from minivllm.actors.transport.output_router import LiveRequest, OutputRouter, RequestStream
 from minivllm.core.errors import EngineDeadError, MinivllmError
-from minivllm.core.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -23,65 +22,48 @@ logger = logging.getLogger("minivllm.client")
 
 Result = TypeVar("Result")
 
+CONSUMER_CHECK_INTERVAL_S = 1.0
+ABORT_RETRY_INTERVAL_S = 0.5
+
+
+_running_tasks: set[asyncio.Task[Any]] = set()
+"""asyncio keeps only weak references to tasks."""
+
 
 class EngineClient:
-    """One per process that sends requests to the engine; used from one asyncio loop.
+    """The engine's client in one process; used from one asyncio loop.
 
-    Every method raises our own typed errors (minivllm.core.errors): InvalidRequestError, NeverFitsError and
+    Every method raises typed errors (minivllm.core.errors): InvalidRequestError, NeverFitsError and
     EngineOverloadedError for a request that was refused, EngineDeadError when the engine died or cannot be reached.
 
     Args:
         engine: handle of the deployment `Engine`.
-        consumer_timeout_s: a request whose outputs nobody asks for so long is aborted. The engine may set another one.
-        keep_interval_s: how often the engine is told which requests are still wanted.
         connect_timeout_s: how long a request waits for an engine that is starting.
     """
 
-    def __init__(
-        self,
-        engine: DeploymentHandle[Any],
-        *,
-        consumer_timeout_s: float = 60.0,
-        keep_interval_s: float = 10.0,
-        connect_timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, engine: DeploymentHandle[Any], *, connect_timeout_s: float = 5.0) -> None:
         # Not by reference: plain gRPC between the two processes, without Ray's object store.
         self._call = engine.options(_by_reference=False)
         self._stream = engine.options(_by_reference=False, stream=True)
-        self._consumer_timeout_s = consumer_timeout_s
-        self._keep_interval_s = keep_interval_s
         self._connect_timeout_s = connect_timeout_s
-        self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[_Connection] | None = None
-        self._counting: set[asyncio.Task[Any]] = set()
+        self._opening: asyncio.Task[_Channel] | None = None
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, merged from all that came since the consumer last asked.
+    async def submit(self, request: GenerateRequest) -> RequestStream:
+        """Returns the stream of a request that the engine has accepted. Raises the refusal.
 
-        A refusal is raised by the first `anext`. Whatever ends the iteration early (`aclose`, cancellation, an
-        exception in the consumer's loop followed by `aclose`) aborts the request.
+        The caller closes the stream. If the caller is cancelled here, the request is aborted.
         """
-        connection = await self._connected()
-        stream = connection.router.stream(request, connection.submit)
+        channel = await self._connect()
         try:
-            first = await anext(stream, None)
+            return await channel.submit(request)
         except ChannelClosedError:
-            connection.close()
-            connection = await self._connected()
-            stream = connection.router.stream(request, connection.submit)
-            first = await anext(stream, None)
-        try:
-            if first is not None:
-                yield first
-                async for outputs in stream:
-                    yield outputs
-        finally:
-            await stream.aclose()
+            channel.close(EngineDeadError("the engine was replaced"))
+        return await (await self._connect()).submit(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one of its `n` samples. Its terminal output still arrives. An unknown id is no error."""
-        if self._connection is not None:
-            self._connection.router.abort(request_id, index)
+        """Ends a request, or one of its `n` samples. Its terminal output still arrives. Unknown ids: a no-op."""
+        if (channel := self._open_channel()) is not None:
+            channel.router.abort(request_id, index)
 
     async def info(self) -> EngineInfo:
         """What never changes while one engine lives; waits for an engine that is still loading."""
@@ -89,125 +71,123 @@ class EngineClient:
         return info
 
     async def stats(self) -> EngineSnapshot:
-        """A fresh snapshot, taken between two steps."""
+        """Returns a snapshot taken now, between two steps."""
         snapshot: EngineSnapshot = await _typed(self._call.stats.remote())
         return snapshot
 
     def count_never_fits(self) -> None:
-        """Tells the engine, in passing, of a prompt that could never fit and was not sent to it."""
-        counting = in_own_context(_typed(self._call.count_never_fits.remote()))
-        self._counting.add(counting)
-        counting.add_done_callback(self._counting.discard)
-        counting.add_done_callback(_take_note)
+        """Makes the engine count a prompt that can never fit and was not sent to it. Does not wait."""
+        in_own_context(_typed(self._call.count_never_fits.remote())).add_done_callback(_log_exception)
 
     def close(self) -> None:
-        """Ends the connection; live requests end with EngineDeadError."""
-        if self._connection is not None:
-            self._connection.close()
+        """Closes the channel; live requests end with EngineDeadError."""
+        if (channel := self._open_channel()) is not None:
+            channel.close(EngineDeadError("the ingress is shutting down"))
 
-    async def _connected(self) -> _Connection:
-        if self._connection is not None and self._connection.is_open:
-            return self._connection
-        if self._connecting is None:
-            self._connecting = in_own_context(self._connect())
-            self._connecting.add_done_callback(_take_note)
-        # Others may wait for the same connection: who is cancelled leaves it to them.
-        return await asyncio.shield(self._connecting)
+    async def _connect(self) -> _Channel:
+        if self._opening is None or (self._opening.done() and self._open_channel() is None):
+            self._opening = in_own_context(_Channel.open(self._stream, self._call, self._connect_timeout_s))
+            self._opening.add_done_callback(_log_exception)
+        # Several requests may wait for one channel: a request that is cancelled does not cancel its opening.
+        return await asyncio.shield(self._opening)
 
-    async def _connect(self) -> _Connection:
-        try:
-            connection = _Connection(self._stream, self._call)
-            await connection.open(self._connect_timeout_s)
-            connection.keep_up(self._keep_interval_s, self._consumer_timeout_s)
-            self._connection = connection
-            return connection
-        finally:
-            self._connecting = None
+    def _open_channel(self) -> _Channel | None:
+        task = self._opening
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result() if task.result().is_open else None
 
 
-class _Connection:
-    """One channel to one incarnation of the engine. Once closed it stays so."""
+class _Channel:
+    """The client's side of one channel to one engine; `actors/engine/deployment.py` has the protocol.
 
-    def __init__(self, stream: DeploymentHandle[Any], call: DeploymentHandle[Any]) -> None:
+    A request whose consumer stops reading is aborted here after `consumer_timeout_s`, and an abort is repeated until
+    the engine acknowledges it. If this process dies, the engine sees the channel end.
+    """
+
+    def __init__(self, channel_id: str, response: Any, call: DeploymentHandle[Any], settings: LiveSettings) -> None:
         self.router = OutputRouter(self._send_abort)
-        self.is_open = False
-        self._channel_id = uuid.uuid4().hex
-        self._stream = stream
-        self._call = call
-        self._response: Any = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._submissions: dict[str, asyncio.Task[MinivllmError | None]] = {}
-
-    async def open(self, timeout_s: float) -> None:
-        """Raises EngineDeadError when no engine answers in time."""
-        self._response = self._stream.connect.remote(self._channel_id)
-        try:
-            greeting = await asyncio.wait_for(_typed(anext(self._response)), timeout_s)
-        except TimeoutError:
-            self._response.cancel()
-            raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
-        except StopAsyncIteration:
-            raise EngineDeadError("the engine has ended") from None
-        except BaseException:
-            self._response.cancel()
-            raise
-        if isinstance(greeting, MinivllmError):
-            raise greeting
         self.is_open = True
-        self._spawn(self._read())
+        self._id = channel_id
+        self._response = response
+        self._call = call
+        self._settings = settings
+        in_own_context(self._read())
+        in_own_context(self._abort_unread())
 
-    def keep_up(self, interval_s: float, consumer_timeout_s: float) -> None:
-        """Starts telling the engine what is still wanted, and looking for what is not."""
-        self._spawn(self._keep(interval_s, consumer_timeout_s))
+    @classmethod
+    async def open(cls, stream: DeploymentHandle[Any], call: DeploymentHandle[Any], timeout_s: float) -> _Channel:
+        """Raises EngineDeadError when no engine answers in time."""
+        channel_id = uuid.uuid4().hex
+        response: Any = stream.connect.remote(channel_id)
+        try:
+            first = await asyncio.wait_for(_typed(anext(response)), timeout_s)
+        except BaseException as error:
+            response.cancel()
+            if isinstance(error, TimeoutError):
+                raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
+            if isinstance(error, StopAsyncIteration):
+                raise EngineDeadError("the engine has ended") from None
+            raise
+        if isinstance(first, MinivllmError):
+            raise first
+        return cls(channel_id, response, call, first)
 
-    def close(self, error: MinivllmError | None = None) -> None:
-        if not self.is_open:
-            return
-        self.is_open = False
-        self._response.cancel()
-        self.router.fail_all(error or EngineDeadError("the connection to the engine was closed"))
+    def close(self, error: MinivllmError) -> None:
+        """Ends the channel and, with `error`, its live requests."""
+        if self.is_open:
+            self.is_open = False
+            self._response.cancel()
+            self.router.fail_all(error)
 
-    async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> None:
-        """Sends a request, whose outputs go to `collector`. Raises the refusal if it is refused."""
-        self.router.add(request, collector)
-        submission = self._spawn(self._submit(request))
-        self._submissions[request.request_id] = submission
-        # A consumer that is cancelled leaves the message under way; the abort follows when it has arrived.
-        refusal = await asyncio.shield(submission)
+    async def submit(self, request: GenerateRequest) -> RequestStream:
+        """Sends a request. Raises the refusal."""
+        live = LiveRequest(request.request_id, request.sampling_params.n, is_submitted=False)
+        self.router.add(live)
+        stream = RequestStream(self.router, live)
+        try:
+            # If the caller is cancelled, the message is still sent; the abort follows once it has arrived.
+            refusal = await asyncio.shield(in_own_context(self._submit(request, live)))
+        except BaseException:
+            stream.close()
+            raise
         if refusal is not None:
             raise refusal
+        return stream
 
-    async def _submit(self, request: GenerateRequest) -> MinivllmError | None:
+    async def _submit(self, request: GenerateRequest, live: LiveRequest) -> MinivllmError | None:
         try:
-            refusal: MinivllmError | None = await _typed(self._call.submit.remote(self._channel_id, request))
+            refusal: MinivllmError | None = await _typed(self._call.submit.remote(self._id, request))
         except MinivllmError as error:
             refusal = error
-        finally:
-            self._submissions.pop(request.request_id, None)
-        if refusal is not None:
-            self.router.forget(request.request_id)
+            self._send_abort(request.request_id, None)  # the message may have arrived all the same
+        if refusal is None:
+            self.router.submitted(live)
+        else:
+            self.router.refused(live)
         return refusal
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
-        if self.is_open:
-            self._spawn(self._abort(request_id, index, self._submissions.get(request_id)))
+        in_own_context(self._abort(request_id, index))
 
-    async def _abort(
-        self, request_id: str, index: int | None, submission: asyncio.Task[MinivllmError | None] | None
-    ) -> None:
-        if submission is not None and await submission is not None:
-            return
-        try:
-            await _typed(self._call.abort.remote(request_id, index))
-        except MinivllmError as error:
-            logger.info("an abort did not reach the engine (the next keep will): %s", error)
+    async def _abort(self, request_id: str, index: int | None) -> None:
+        while self.is_open:
+            try:
+                await _typed(self._call.abort.remote(request_id, index))
+                return
+            except MinivllmError as error:
+                logger.info("an abort did not reach the engine (will retry): %s", error)
+            await asyncio.sleep(ABORT_RETRY_INTERVAL_S)
 
     async def _read(self) -> None:
         error = EngineDeadError("the engine has ended")
         try:
             while True:
-                outputs = await _typed(anext(self._response))
-                self.router.deliver(outputs, time.monotonic())
+                message = await _typed(anext(self._response))
+                if isinstance(message, LiveSettings):
+                    self._settings = message
+                else:
+                    self.router.deliver(message, time.monotonic())
         except StopAsyncIteration:
             pass
         except MinivllmError as reason:
@@ -215,42 +195,34 @@ class _Connection:
         finally:
             self.close(error)
 
-    async def _keep(self, interval_s: float, consumer_timeout_s: float) -> None:
-        timeout_s = consumer_timeout_s
+    async def _abort_unread(self) -> None:
         while self.is_open:
-            await asyncio.sleep(min(interval_s, timeout_s / 4))
-            self.router.abort_unpolled(timeout_s)
-            if self.is_open:
-                try:
-                    timeout_s = await _typed(self._call.keep.remote(self._channel_id, self.router.request_ids()))
-                except MinivllmError as error:
-                    logger.info("the engine does not answer: %s", error)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = in_own_context(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+            timeout_s = self._settings.consumer_timeout_s
+            await asyncio.sleep(min(CONSUMER_CHECK_INTERVAL_S, timeout_s / 4))
+            self.router.abort_unread(self._settings.consumer_timeout_s)
 
 
-def _take_note(task: asyncio.Task[Any]) -> None:
-    """Nobody else may ask for its exception."""
+def _log_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieves the exception of a task that may have no other consumer."""
     if not task.cancelled() and task.exception() is not None:
         logger.info("no connection to the engine: %s", task.exception())
 
 
 def in_own_context(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """A task without the context of the request on whose behalf it happens to start.
+    """Starts a task outside the context of the current request.
 
     Serve keeps the current request in a context variable, takes every call made under it for its child, and cancels
-    the children with their parent. The shared connection, and the abort that a cancelled request sends, must survive.
+    the children with their parent. The shared channel, and the abort that a cancelled request sends, must survive.
     """
-    return asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
+    task = asyncio.get_running_loop().create_task(coroutine, context=contextvars.Context())
+    _running_tasks.add(task)
+    task.add_done_callback(_running_tasks.discard)
+    return task
 
 
 async def _typed(response: Any) -> Any:
-    """Awaits an answer of the engine. Whatever Ray says of an engine that cannot be reached becomes EngineDeadError;
-    so does a cancellation that comes from there and not from our own caller."""
+    """Awaits a response of the engine. Raises EngineDeadError for any error of Ray's, and for a cancellation that
+    does not come from the caller."""
     try:
         return await response
     except (MinivllmError, StopAsyncIteration):

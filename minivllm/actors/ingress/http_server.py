@@ -1,8 +1,7 @@
-"""HttpServer: the ingress answers HTTP on a port of its own, without Serve's proxy in between.
+"""HttpServer: the HTTP server of the ingress's own port (`http_port`), without Serve's proxy in between.
 
-Through the proxy a request crosses two processes more, and each streamed token is packed, sent and unpacked once more:
-on a machine whose cores all compute, that is time taken from the model. Serve's proxy goes on answering on its own port
-(`http_options`), which stays open while a replica is replaced; a port of one process cannot.
+A request through the proxy crosses two more processes, which takes CPU time from the model on a machine whose cores all
+compute. Serve's proxy still answers on its own port (`http_options`), which stays open while a replica is replaced.
 """
 
 from __future__ import annotations
@@ -12,29 +11,27 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 BIND_TIMEOUT_S = 15.0
-"""A replica that is being replaced has its port until it has stopped, which Serve lets take ten seconds."""
-
+"""Serve gives a replica ten seconds to stop; its port is in use until then."""
 GRACE_S = 7.0
-"""Requests that run when the server is closed have this long to end: less than Serve waits for a replica."""
-
-LAST_WORDS_S = 1.0
-"""And what ends then has this long to tell its client."""
-
+"""Time for running requests to end when the server is closed: less than Serve gives the replica."""
+ERROR_GRACE_S = 1.0
+"""Time to send their errors to the clients of requests that were ended."""
 KEEP_ALIVE_S = 90
-"""As Serve's proxy. Clients give up idle connections sooner, so it is not us who close one that is just used again."""
+"""As Serve's proxy, and longer than clients keep idle connections: the server does not close one that is being used."""
 
 
 class PortInUseError(OSError):
-    """Somebody else listens on the port."""
+    """Another program listens on the port."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, on an address that nobody else listens on."""
+    """Returns a listening socket. Raises OSError if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
@@ -43,7 +40,7 @@ class HttpServer:
     """Serves an ASGI application from the running event loop.
 
     Args:
-        app: answers at `/`, whatever `route_prefix` Serve knows it by.
+        app: answers at `/`, whatever `route_prefix` it has in Serve.
         host: address to listen on.
         port: 0 takes a free one.
     """
@@ -51,16 +48,9 @@ class HttpServer:
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         self.host = host
         self.port = port
+        quiet: dict[str, Any] = {"access_log": False, "log_config": None, "log_level": "warning"}
         self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
+            uvicorn.Config(app, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -68,8 +58,8 @@ class HttpServer:
         """Returns when connections are accepted.
 
         Raises:
-            PortInUseError: somebody else had the port for `timeout_s`.
-            OSError: there is no such address here, or the port is not ours to take.
+            PortInUseError: the port was in use for `timeout_s`.
+            OSError: this machine has no such address, or the port is not permitted.
         """
         listener = await self._bind(time.monotonic() + timeout_s)
         self.port = listener.getsockname()[1]
@@ -81,8 +71,8 @@ class HttpServer:
                 raise RuntimeError("the HTTP server ended while it started")
 
     async def close(self, end_requests: Callable[[], None], grace_s: float = GRACE_S) -> None:
-        """Takes no more connections, and returns when all requests have ended. Those that still run after `grace_s` are
-        ended by `end_requests`."""
+        """Accepts no more connections and returns when all requests have ended. After `grace_s`, `end_requests` is
+        called to end those that still run."""
         if self._serving is None:
             return
         serving, self._serving = self._serving, None
@@ -90,8 +80,8 @@ class HttpServer:
         await asyncio.wait([serving], timeout=grace_s)
         if not serving.done():
             end_requests()
-            await asyncio.wait([serving], timeout=LAST_WORDS_S)
-        self._server.force_exit = True  # nothing is left to wait for
+            await asyncio.wait([serving], timeout=ERROR_GRACE_S)
+        self._server.force_exit = True
         await serving
 
     async def _bind(self, deadline: float) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Metrics deployment: what the engine last said, and how the block counts got there."""
+"""Metrics deployment: the engine's newest snapshot and the history of its block counts."""
 
 from __future__ import annotations
 
@@ -23,41 +23,10 @@ class HistoryPoint:
     num_waiting: int
     rejections: dict[str, int] = field(default_factory=dict)
 
-
-class MetricsStore:
-    """The newest snapshot and a bounded history. It holds nothing that the engine does not tell it again: counters are
-    the engine's, cumulative, and come with every snapshot, so a new store is complete after the first one.
-
-    Args:
-        history_size: points kept. A flat stretch takes two points, however long it lasts.
-    """
-
-    def __init__(self, history_size: int) -> None:
-        self._current: EngineSnapshot | None = None
-        self._history: deque[HistoryPoint] = deque(maxlen=history_size)
-
-    def record(self, snapshot: EngineSnapshot) -> None:
-        """Takes a snapshot, unless it is older than what is known, of this engine or of the one before."""
-        current = self._current
-        if current is not None:
-            if snapshot.engine_id == current.engine_id and snapshot.number <= current.number:
-                return
-            if snapshot.engine_id != current.engine_id and snapshot.started_at < current.started_at:
-                return
-        self._current = snapshot
-        self._add_point(snapshot)
-
-    def current(self) -> EngineSnapshot | None:
-        return self._current
-
-    def history(self, last: int | None = None) -> list[HistoryPoint]:
-        """The last points, oldest first."""
-        points = list(self._history)
-        return points if last is None else points[max(0, len(points) - last) :]
-
-    def _add_point(self, snapshot: EngineSnapshot) -> None:
+    @classmethod
+    def of(cls, snapshot: EngineSnapshot) -> HistoryPoint:
         stats = snapshot.stats
-        point = HistoryPoint(
+        return cls(
             time=snapshot.time,
             engine_id=snapshot.engine_id,
             num_free_blocks=stats.num_free_blocks,
@@ -67,39 +36,45 @@ class MetricsStore:
             num_waiting=stats.num_waiting,
             rejections=dict(stats.rejections),
         )
-        history = self._history
-        if len(history) >= 2 and _is_same(point, history[-1]) and _is_same(point, history[-2]):
-            history[-1] = point
-        else:
-            history.append(point)
-
-
-def _is_same(point: HistoryPoint, other: HistoryPoint) -> bool:
-    return replace(other, time=point.time) == point
 
 
 class Metrics:
-    """The store as an actor. The engine tells it of every change; anybody may ask.
+    """The newest snapshot and a bounded history. The engine sends every change.
+
+    Every snapshot has the engine's cumulative counters, so that a new actor is complete after the first one.
 
     Args:
-        history_size: see MetricsStore.
+        history_size: points kept. A stretch without changes takes two points.
     """
 
     def __init__(self, history_size: int) -> None:
         use_batch_cpu_policy()
-        self._store = MetricsStore(history_size)
+        self._current: EngineSnapshot | None = None
+        self._history: deque[HistoryPoint] = deque(maxlen=history_size)
 
     async def record(self, snapshot: EngineSnapshot) -> None:
-        self._store.record(snapshot)
+        """Stores a snapshot, unless a newer one of this engine, or one of a newer engine, is known."""
+        current = self._current
+        if current is not None:
+            if snapshot.engine_id == current.engine_id and snapshot.number <= current.number:
+                return
+            if snapshot.engine_id != current.engine_id and snapshot.started_at < current.started_at:
+                return
+        self._current = snapshot
+        point, history = HistoryPoint.of(snapshot), self._history
+        if len(history) >= 2 and all(replace(history[i], time=point.time) == point for i in (-1, -2)):
+            history.pop()
+        history.append(point)
 
     async def current(self) -> EngineSnapshot | None:
-        """The newest snapshot; None before the engine has sent one."""
-        return self._store.current()
+        """Returns the newest snapshot; None before the engine has sent one."""
+        return self._current
 
     async def history(self, last: int | None = None) -> list[HistoryPoint]:
-        """Timestamped block counts and cumulative rejections by reason, oldest first; only the `last` ones if given."""
-        return self._store.history(last)
+        """Returns block counts and cumulative rejections by reason, oldest first; only the `last` points if given."""
+        points = list(self._history)
+        return points if last is None else points[max(0, len(points) - last) :]
 
     async def prometheus(self) -> str:
-        """The newest snapshot as Prometheus text."""
-        return render_prometheus(self._store.current())
+        """Returns the newest snapshot as Prometheus text."""
+        return render_prometheus(self._current)

@@ -10,8 +10,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import minivllm
-from minivllm.actors.transport.latencies import INTER_TOKEN_LATENCY, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN
-from minivllm.actors.transport.messages import EngineSnapshot, Histogram
+from minivllm.actors.transport.messages import (
+    INTER_TOKEN_LATENCY,
+    REQUEST_LATENCY,
+    TIME_TO_FIRST_TOKEN,
+    EngineSnapshot,
+    Histogram,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

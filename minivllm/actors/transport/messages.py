@@ -1,4 +1,4 @@
-"""What travels between the deployments: small, picklable records of plain data."""
+"""Messages between the deployments: small, picklable records of plain data."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.actors.config import LiveSettings
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import MinivllmError
+from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.stats import EngineStats
 
+TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
+INTER_TOKEN_LATENCY = "inter_token_latency_seconds"
+REQUEST_LATENCY = "request_latency_seconds"
+
+HISTOGRAM_BOUNDS = {
+    TIME_TO_FIRST_TOKEN: (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0),
+    INTER_TOKEN_LATENCY: (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    REQUEST_LATENCY: (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 900.0),
+}
+
+ChannelMessage = LiveSettings | list[RequestOutput] | MinivllmError
+"""What a channel carries from the engine to a client: the settings in force first and after each change, then outputs.
+An error is the only message of a channel that the engine refuses to open."""
+
 
 class ChannelClosedError(MinivllmError):
-    """The engine does not know this channel, or no longer: it is another incarnation than the one connected to."""
+    """The engine does not know this channel: it has ended, or the engine has been replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to the engine, in token ids.
-
-    `request_id` must be unique among the live requests: whoever takes ids from clients makes internal ones.
-    `Engine.generate` answers with a stream of `list[RequestOutput]` (see `minivllm.core.outputs`): one list each
-    time the consumer asks, merged from all that has happened since it last did. The stream ends after every
-    sample's output with `finished=True`.
-    """
+    """One request to the engine, in token ids. `request_id` must be unique among the live requests."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -35,7 +45,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What never changes while one engine lives. `config` is the resolved one: nothing in it is left to default."""
+    """What never changes while one engine lives. `config` has every default resolved."""
 
     model: str
     max_model_len: int
@@ -47,16 +57,16 @@ class EngineInfo:
     config: EngineConfig
     version: str
     engine_id: str
-    """Names this incarnation: an engine that replaces a failed one has another."""
+    """A replacement of a failed engine has another one."""
     started_at: float
     """Seconds since the epoch, when the engine was ready."""
     generation_defaults: dict[str, Any] = field(default_factory=dict)
-    """SamplingParams fields that the model's generation_config sets: for what a request leaves unsaid."""
+    """SamplingParams fields that the model's generation_config sets, for requests that leave them out."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observations by upper bound, and their sum. The last entry of `counts` is for what no bound covers."""
+    """Counts of observations by inclusive upper bound, and their sum. The last count is of those above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -70,15 +80,17 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def copy(self) -> Histogram:
-        return Histogram(self.bounds, list(self.counts), self.sum)
+
+def empty_histograms() -> dict[str, Histogram]:
+    """Returns the latency histograms of a new engine, by metric name."""
+    return {name: Histogram.empty(bounds) for name, bounds in HISTOGRAM_BOUNDS.items()}
 
 
 @dataclass(slots=True)
 class EngineSnapshot:
-    """All that the engine tells of itself at one moment. Counters are cumulative over this incarnation.
+    """The engine's statistics at one moment. Counters are cumulative over the life of one engine.
 
-    `number` grows by one with each snapshot of one `engine_id`, so that a late one is told from a new one.
+    `number` grows by one with each snapshot of one `engine_id`, which puts late snapshots in order.
     """
 
     stats: EngineStats
@@ -90,4 +102,5 @@ class EngineSnapshot:
     model: str = ""
     is_dead: bool = False
     histograms: dict[str, Histogram] = field(default_factory=dict)
-    """By name: time_to_first_token_seconds, inter_token_latency_seconds, request_latency_seconds."""
+    settings: LiveSettings = field(default_factory=LiveSettings)
+    """The settings in force."""

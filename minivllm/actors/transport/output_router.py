@@ -1,15 +1,19 @@
-"""OutputRouter: who gets the outputs of which request. The engine has one, and so has each of its clients."""
+"""OutputRouter: the registry of live requests in a process. The engine has one, and so has each client of it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
-from minivllm.actors.transport.collector import RequestOutputCollector
-from minivllm.actors.transport.latencies import Latencies
-from minivllm.actors.transport.messages import GenerateRequest
+from minivllm.actors.transport.messages import (
+    INTER_TOKEN_LATENCY,
+    REQUEST_LATENCY,
+    TIME_TO_FIRST_TOKEN,
+    Histogram,
+)
 from minivllm.core.errors import InvalidRequestError, MinivllmError
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sequence import FinishReason
@@ -17,104 +21,177 @@ from minivllm.core.sequence import FinishReason
 logger = logging.getLogger("minivllm.engine")
 
 
-@dataclass(slots=True)
-class _LiveRequest:
-    collector: RequestOutputCollector
-    open_samples: set[int]
-    latencies: Latencies | None
+class RequestOutputCollector:
+    """A queue with at most one output per sample: an output is merged into the one that already waits.
+
+    The first token leaves at once and later ones as the consumer takes them. A slow consumer costs only the memory of
+    its tokens. Belongs to one asyncio loop and has one consumer.
+    """
+
+    __slots__ = ("_last_taken", "_outputs", "_waiter", "is_closed")
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._outputs: dict[tuple[str, int], RequestOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_taken = time.monotonic()
+
+    def push(self, output: RequestOutput) -> None:
+        key = (output.request_id, output.index)
+        if key in self._outputs:
+            merge(self._outputs[key], output)
+        else:
+            self._outputs[key] = output
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes a waiting `take` return, even without outputs."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """Makes `take` return what is left, and then nothing without waiting."""
+        self.is_closed = True
+        self.wake()
+
+    async def take(self) -> list[RequestOutput]:
+        """Waits for outputs; returns all since the last call, one per sample."""
+        if not self._outputs and not self.is_closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                self._last_taken = time.monotonic()
+        self._last_taken = time.monotonic()
+        outputs, self._outputs = list(self._outputs.values()), {}
+        return outputs
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._outputs
+
+    def seconds_unread(self, now: float) -> float:
+        """Seconds since the consumer last asked for outputs; 0 while it waits for some. `now`: time.monotonic()."""
+        return 0.0 if self._waiter is not None else now - self._last_taken
+
+
+def merge(first: RequestOutput, second: RequestOutput) -> None:
+    """Appends `second` to `first`, an earlier output of the same sample."""
+    first.new_token_ids += second.new_token_ids
+    if second.logprobs is not None:
+        first.logprobs = (first.logprobs or []) + second.logprobs
+    if second.prompt_logprobs is not None:
+        first.prompt_logprobs = (first.prompt_logprobs or []) + second.prompt_logprobs
+    first.finished = second.finished
+    first.finish_reason = second.finish_reason
+    first.num_cached_tokens = second.num_cached_tokens
+    first.error = second.error
+    first.stop_token_id = second.stop_token_id
+
+
+class Latencies:
+    """Observes the token times of one request in the engine's histograms. Times are seconds of `time.monotonic()`."""
+
+    __slots__ = ("_arrival", "_histograms", "_last")
+
+    def __init__(self, histograms: dict[str, Histogram], arrival: float) -> None:
+        self._histograms = histograms
+        self._arrival = arrival
+        self._last: dict[int, float] = {}
+
+    def tokens_arrived(self, index: int, count: int, now: float) -> None:
+        """`count` tokens of sample `index` came together: they share the time since the one before."""
+        last = self._last.get(index)
+        if last is None:
+            self._histograms[TIME_TO_FIRST_TOKEN].observe(now - self._arrival)
+        else:
+            self._histograms[INTER_TOKEN_LATENCY].observe((now - last) / count, count)
+        self._last[index] = now
+
+    def request_ended(self, now: float) -> None:
+        self._histograms[REQUEST_LATENCY].observe(now - self._arrival)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request until its last terminal output has been delivered."""
+
+    request_id: str
+    num_samples: InitVar[int]
+    collector: RequestOutputCollector = field(default_factory=RequestOutputCollector)
+    latencies: Latencies | None = None
+    is_submitted: bool = True
+    """False in a client until the engine has accepted the request."""
     is_aborted: bool = False
+    open_samples: set[int] = field(init=False)
+    """Samples that have not ended."""
+
+    def __post_init__(self, num_samples: int) -> None:
+        self.open_samples = set(range(num_samples))
 
 
 class OutputRouter:
-    """The requests under way, from before they are submitted until the last terminal output has been handed on.
+    """Delivers outputs to the collectors of their requests, and aborts requests. Belongs to one asyncio loop.
 
-    An aborted request stays until its terminal outputs have come: its id is in use until then, and nobody who takes
-    the same id again can receive them. Belongs to one asyncio loop.
+    An aborted request stays until its terminal outputs have come, so that its id is not used again before.
 
     Args:
-        send_abort: tells the engine, once for each request or sample that is to end early.
+        send_abort: called once per request or sample to abort, with `request_id` and `index` (None: all samples).
     """
 
     def __init__(self, send_abort: Callable[[str, int | None], None]) -> None:
         self._send_abort = send_abort
-        self._live: dict[str, _LiveRequest] = {}
+        self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    async def stream(
-        self,
-        request: GenerateRequest,
-        submit: Callable[[GenerateRequest, RequestOutputCollector], Awaitable[None]],
-    ) -> AsyncGenerator[list[RequestOutput], None]:
-        """Outputs of one request, merged from what came since the consumer last asked. `submit` has to call `add`.
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
 
-        However the iteration ends, so does the request.
-        """
-        collector = RequestOutputCollector()
-        try:
-            await submit(request, collector)
-            while not self.has_ended(request.request_id, collector):
-                yield await collector.take()
-            if not collector.is_empty:
-                yield await collector.take()
-        finally:
-            self.discard(request.request_id, collector)
+    def add(self, live: LiveRequest) -> None:
+        """Registers a request. Raises InvalidRequestError if its id is in use."""
+        if live.request_id in self._live:
+            raise InvalidRequestError(f"request id {live.request_id!r} is in use", param="request_id")
+        self._live[live.request_id] = live
 
-    def add(
-        self, request: GenerateRequest, collector: RequestOutputCollector, latencies: Latencies | None = None
-    ) -> None:
-        """Routes the outputs of this request to `collector`. Raises InvalidRequestError if the id is in use."""
-        request_id = request.request_id
-        if request_id in self._live:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        self._live[request_id] = _LiveRequest(collector, set(range(request.sampling_params.n)), latencies)
+    def submitted(self, live: LiveRequest) -> None:
+        """The engine has accepted the request. Sends an abort that was asked for before."""
+        live.is_submitted = True
+        if live.is_aborted and live.open_samples:
+            self._send_abort(live.request_id, None)
 
-    def forget(self, request_id: str) -> None:
-        """The request was refused: no output will come."""
-        self._live.pop(request_id, None)
-
-    def has_ended(self, request_id: str, collector: RequestOutputCollector) -> bool:
-        """Whether all outputs of the request have reached its collector."""
-        live = self._live.get(request_id)
-        return live is None or live.collector is not collector
-
-    def discard(self, request_id: str, collector: RequestOutputCollector) -> None:
-        """The consumer is gone: aborts the request if it still runs."""
-        if not self.has_ended(request_id, collector):
-            self.abort(request_id)
-
-    def discard_all(self, collector: RequestOutputCollector) -> None:
-        for request_id in self.request_ids(collector):
-            self.abort(request_id)
+    def refused(self, live: LiveRequest) -> None:
+        """The engine has refused the request: no output will come."""
+        live.open_samples.clear()
+        self._live.pop(live.request_id, None)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or sample `index` of it, early. Its terminal outputs still come. Unknown ids: a no-op."""
+        """Ends a request, or sample `index` of it. Its terminal outputs still come. Unknown ids: a no-op."""
         live = self._live.get(request_id)
         if live is None or live.is_aborted:
             return
-        if index is None:
-            live.is_aborted = True
-        self._send_abort(request_id, index)
+        live.is_aborted = index is None
+        if live.is_submitted:
+            self._send_abort(request_id, index)
 
-    def abort_unpolled(self, timeout_s: float) -> None:
-        """The lease: ends the requests whose consumer has not asked for outputs for so long."""
+    def abort_all(self, collector: RequestOutputCollector | None = None) -> None:
+        """Aborts all requests, or those of one collector."""
+        for live in list(self._live.values()):
+            if collector is None or live.collector is collector:
+                self.abort(live.request_id)
+
+    def abort_unread(self, timeout_s: float) -> None:
+        """Aborts the requests whose consumer has not asked for outputs for `timeout_s`."""
         now = time.monotonic()
-        for request_id, live in list(self._live.items()):
-            if not live.is_aborted and live.collector.seconds_unpolled(now) > timeout_s:
-                logger.warning("request %s: nobody has asked for its output for %g s; aborted", request_id, timeout_s)
-                self.abort(request_id)
-
-    def request_ids(self, collector: RequestOutputCollector | None = None) -> list[str]:
-        """Of the requests that have a consumer; only those of one collector if given."""
-        return [
-            request_id
-            for request_id, live in self._live.items()
-            if not live.is_aborted and (collector is None or live.collector is collector)
-        ]
+        for live in list(self._live.values()):
+            if live.is_submitted and not live.is_aborted and live.collector.seconds_unread(now) > timeout_s:
+                logger.warning("request %s: its output was not read for %g s; aborted", live.request_id, timeout_s)
+                self.abort(live.request_id)
 
     def deliver(self, outputs: list[RequestOutput], now: float) -> None:
-        """Hands outputs on. `now`: time.monotonic() when they were made."""
+        """Delivers the outputs of a step. `now`: time.monotonic() at its end."""
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None:
@@ -130,10 +207,32 @@ class OutputRouter:
             live.collector.push(output)
 
     def fail_all(self, error: MinivllmError) -> None:
-        """No more outputs will come: every sample still open ends with `error`."""
+        """Ends every open sample with `error`: no more outputs will come."""
         failed, self._live = self._live, {}
         for request_id, live in failed.items():
             for index in sorted(live.open_samples):
                 live.collector.push(
                     RequestOutput(request_id, finished=True, finish_reason=FinishReason.ERROR, index=index, error=error)
                 )
+            live.open_samples.clear()
+
+
+class RequestStream:
+    """The outputs of one submitted request, for one consumer on the router's asyncio loop."""
+
+    __slots__ = ("_live", "_router")
+
+    def __init__(self, router: OutputRouter, live: LiveRequest) -> None:
+        self._router = router
+        self._live = live
+
+    async def take(self) -> list[RequestOutput]:
+        """Waits for outputs; returns all since the last call, one per sample. Empty once every sample has ended."""
+        if self._live.collector.is_empty and not self._live.open_samples:
+            return []
+        return await self._live.collector.take()
+
+    def close(self) -> None:
+        """Aborts the request if it still runs. May be called again."""
+        if self._live.open_samples:
+            self._router.abort(self._live.request_id)

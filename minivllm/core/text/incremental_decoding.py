@@ -1,99 +1,110 @@
-"""Ids -> text, one token at a time, equal to decoding them all at once.
+"""Incremental decoding: token ids -> text, one token at a time, equal to decoding all ids at once.
 
-A tokenizer's decoder is a function of the whole list of tokens: characters span tokens, a leading space goes only at
-the start, a run of byte tokens is judged as a whole. Each decoder here gives out text as soon as nothing that follows
-can change it, and the rest by `flush`:
+A tokenizer's decoder is a function of the complete list of tokens: characters span tokens, a leading space is removed
+only at the start, a run of byte tokens is decoded as one. A decoder here returns text as soon as no later token can
+change it, and the rest by `flush`:
 
 - `ByteLevelDecoder`: GPT-2 style; a token is bytes, the text is their UTF-8.
 - `PieceDecoder`: SentencePiece style; a token is a piece of text with a mark for the space, or one byte.
-- `WindowDecoder`: anything else, by decoding a short window with and without the new tokens.
+- `WindowDecoder`: any other, by decoding a short window with and without the new tokens.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class IncrementalDecoder(Protocol):
-    """Turns the tokens of one output into text, piece by piece."""
-
-    def push(self, token_id: int) -> str:
-        """The text that is now settled; often empty."""
-
-    def flush(self) -> str:
-        """The rest: what was held back for tokens that never came. Call it once, at the end."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTable(Protocol):
-    """What decoders need to know of the vocabulary."""
+    """The part of a Tokenizer that decoders use."""
 
-    def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id that stands for nothing."""
-
+    def token(self, token_id: int) -> str | None: ...
     def is_special(self, token_id: int) -> bool: ...
-
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
-# -- bytes -----------------------------------------------------------------------------------------
+class IncrementalDecoder(ABC):
+    """Decodes the tokens of one output.
+
+    Args:
+        table: the tokenizer.
+        skip_special_tokens: special tokens have no text.
+    """
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
+        self._table = table
+        self._skip_special_tokens = skip_special_tokens
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that is now final; often empty."""
+        token = self._table.token(token_id)
+        if token is None or (self._skip_special_tokens and self._table.is_special(token_id)):
+            return ""
+        return self._push(token_id, token)
+
+    @abstractmethod
+    def _push(self, token_id: int, token: str) -> str: ...
+
+    @abstractmethod
+    def flush(self) -> str:
+        """Returns the text held back for later tokens. Call it once, at the end."""
+
+
+# ---- bytes
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The 256 printable characters by which byte-level BPE spells bytes (GPT-2's table)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(kept)]
-    return {chr(value): value for value in kept} | {chr(256 + place): value for place, value in enumerate(others)}
+    """Returns the 256 printable characters by which byte-level BPE writes bytes (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in set(printable)]
+    return {chr(value): value for value in printable} | {chr(256 + place): value for place, value in enumerate(others)}
 
 
 _ALPHABET = byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token. One with other characters is an added token and stands for itself."""
+    """Returns the bytes of a byte-level token. One with other characters is an added token, whose text is its own."""
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
         return token.encode("utf-8")
 
 
-class ByteLevelDecoder:
-    """UTF-8 over the tokens' bytes; an incomplete character waits for the next token."""
+class ByteLevelDecoder(IncrementalDecoder):
+    """Decodes the tokens' bytes as UTF-8; an incomplete character waits for the next token."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._table = table
-        self._skip = skip_special_tokens
+        super().__init__(table, skip_special_tokens)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        token = self._table.token(token_id)
-        if token is None or (self._skip and self._table.is_special(token_id)):
-            return ""
+    def _push(self, token_id: int, token: str) -> str:
         return self._utf8.decode(byte_level_bytes(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-# -- pieces ----------------------------------------------------------------------------------------
+# ---- pieces
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRules:
-    """What a SentencePiece style decoder does, in this order.
+    """The steps of a SentencePiece style decoder, in this order.
 
     Args:
         replace: (from, to) in each token's text, before bytes are joined.
-        has_bytes: `<0x..>` tokens are bytes; a run of them that is no UTF-8 is one replacement character a byte.
+        has_bytes: `<0x..>` tokens are bytes; a run that is not UTF-8 becomes one replacement character per byte.
         replace_after: (from, to) of single characters, after that.
-        strip: (character, how many of it go at most) at the start of the text.
-        mark: of the metaspace decoder: the mark that is a space, but nothing in the first token.
+        strip: (character, how many of it at most) to remove at the start of the text.
+        mark: of the metaspace decoder: the mark of a space, and whether the first token loses it.
     """
 
     replace: tuple[tuple[str, str], ...] = ()
@@ -103,44 +114,33 @@ class PieceRules:
     mark: tuple[str, bool] | None = None
 
 
-class PieceDecoder:
-    """A run of byte tokens waits for its end, as an invalid byte changes what the whole run means."""
+class PieceDecoder(IncrementalDecoder):
+    """Joins pieces. A run of byte tokens waits for its end, since an invalid byte changes the text of all of it."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool, rules: PieceRules) -> None:
-        self._table = table
-        self._skip = skip_special_tokens
+        super().__init__(table, skip_special_tokens)
         self._rules = rules
         self._run = bytearray()
         self._is_first = True
         self._strip_left = rules.strip[1]
 
-    def push(self, token_id: int) -> str:
-        token = self._table.token(token_id)
-        if token is None or (self._skip and self._table.is_special(token_id)):
-            return ""
+    def _push(self, token_id: int, token: str) -> str:
+        is_first, self._is_first = self._is_first, False
         for old, new in self._rules.replace:
             token = token.replace(old, new)
-        byte = _BYTE_TOKEN.fullmatch(token) if self._rules.has_bytes else None
+        byte = BYTE_TOKEN.fullmatch(token) if self._rules.has_bytes else None
         if byte:
             self._run.append(int(byte[1], 16))
-            self._is_first = False
             return ""
-        return self._finish(self._end_run() + self._unmark(token))
+        if self._rules.mark is not None:
+            mark, first_loses_it = self._rules.mark
+            token = token.replace(mark, "" if first_loses_it and is_first else " ")
+        return self._finish(self._end_run() + token)
 
     def flush(self) -> str:
         return self._finish(self._end_run())
 
-    def _unmark(self, token: str) -> str:
-        if self._rules.mark is None:
-            return token
-        mark, drops_first = self._rules.mark
-        text = token.replace(mark, "" if drops_first and self._is_first else " ")
-        self._is_first = False
-        return text
-
     def _end_run(self) -> str:
-        if not self._run:
-            return ""
         try:
             text = self._run.decode("utf-8")
         except UnicodeDecodeError:
@@ -160,51 +160,50 @@ class PieceDecoder:
         return text
 
 
-# -- anything --------------------------------------------------------------------------------------
+# ---- windows
 
 
-class WindowDecoder:
-    """Decodes the tokens since the last settled point with those before it as context.
+class WindowDecoder(IncrementalDecoder):
+    """Decodes the tokens since the last final text, with the tokens before it as context.
 
-    The new text is what the window gives beyond what its older part gives alone. It is held back while it ends in an
-    unfinished character, or while the older part is not a prefix of the whole.
+    The new text is the window's text beyond that of the context. It is held back while it ends in an incomplete
+    character, or while the context's text is not a prefix of the window's.
     """
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
-        self._table = table
-        self._skip = skip_special_tokens
+        super().__init__(table, skip_special_tokens)
         self._window: list[int] = []
-        self._settled = 0
-        self._settled_text = ""
+        self._context_length = 0
+        self._context = ""
 
-    def push(self, token_id: int) -> str:
-        if self._table.token(token_id) is None or (self._skip and self._table.is_special(token_id)):
-            return ""
+    def _push(self, token_id: int, token: str) -> str:
         self._window.append(token_id)
-        text = self._table.decode(self._window, self._skip)
-        if text.endswith(_REPLACEMENT) or not text.startswith(self._settled_text):
+        text = self._decode()
+        if text.endswith(_REPLACEMENT) or not text.startswith(self._context):
             return ""
-        new = text[len(self._settled_text) :]
+        new = text[len(self._context) :]
         if new:
-            self._window = self._window[self._settled :]
-            self._settled = len(self._window)
-            self._settled_text = self._table.decode(self._window, self._skip)
+            self._window = self._window[self._context_length :]
+            self._context_length = len(self._window)
+            self._context = self._decode()
         return new
 
     def flush(self) -> str:
-        text = self._table.decode(self._window, self._skip)
-        common = text.startswith(self._settled_text)
-        return text[len(self._settled_text) :] if common else ""
+        text = self._decode()
+        return text[len(self._context) :] if text.startswith(self._context) else ""
+
+    def _decode(self) -> str:
+        return self._table.decode(self._window, self._skip_special_tokens)
 
 
-# -- the choice ------------------------------------------------------------------------------------
+# ---- the choice
 
 DecoderFactory = Callable[[TokenTable, bool], IncrementalDecoder]
 
 
 def choose_decoder(decoder: dict[str, Any] | None) -> DecoderFactory:
-    """Our decoder for what `tokenizer.json` says under "decoder"; the general one when we do not know its kind."""
-    if spells_bytes(decoder):
+    """Returns the decoder for what `tokenizer.json` contains under "decoder"; WindowDecoder for an unknown kind."""
+    if is_byte_level(decoder):
         return ByteLevelDecoder
     rules = piece_rules(decoder) if decoder is not None else None
     if rules is None:
@@ -212,13 +211,12 @@ def choose_decoder(decoder: dict[str, Any] | None) -> DecoderFactory:
     return lambda table, skip: PieceDecoder(table, skip, rules)
 
 
-def spells_bytes(decoder: dict[str, Any] | None) -> bool:
-    """True for byte-level BPE."""
+def is_byte_level(decoder: dict[str, Any] | None) -> bool:
     return decoder is not None and decoder["type"] == "ByteLevel"
 
 
 def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
-    """The rules of a SentencePiece style decoder; None when it does anything that `PieceDecoder` does not."""
+    """Returns the rules of a SentencePiece style decoder, None when `PieceDecoder` lacks one of its steps."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     before: list[tuple[str, str]] = []
     after: list[tuple[str, str]] = []
@@ -228,7 +226,7 @@ def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
     for step in steps:
         kind = step["type"]
         if strip[1] or mark is not None:
-            return None  # whatever follows would see the text, not tokens
+            return None  # a later step would see the text, not tokens
         if kind == "Replace" and "String" in step["pattern"]:
             old, new = step["pattern"]["String"], step["content"]
             if (has_bytes or is_fused) and len(old) != 1:

@@ -19,18 +19,26 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError
 from minivllm.core.models.location import ModelLocation, resolve_tokenizer
 from minivllm.core.text.incremental_decoding import (
+    BYTE_TOKEN,
     IncrementalDecoder,
     WindowDecoder,
     byte_level_bytes,
     choose_decoder,
-    spells_bytes,
+    is_byte_level,
 )
 
 logger = logging.getLogger(__name__)
 
+_RENDERING_ARGUMENTS = frozenset(
+    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+    | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+"""Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
+
 
 class Tokenizer:
-    """What the text layer needs of a tokenizer. Safe to use from several threads.
+    """Safe to use from several threads.
 
     Args:
         tokenizer: a transformers tokenizer, fast (backed by the `tokenizers` library) or not.
@@ -39,26 +47,25 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.hf_tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokens: dict[int, str] = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+        added = tokenizer.added_tokens_decoder
+        self._added = {token_id: str(token.content) for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        decoder = None
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
-        decoder = self._decoder_description()
-        self._is_byte_level = spells_bytes(decoder)
-        self._make_decoder = choose_decoder(decoder)
-        self._tokens: dict[int, str] = {place: token for token, place in tokenizer.get_vocab().items()}
-        added = tokenizer.added_tokens_decoder
-        self._added = {token_id: str(token.content) for token_id, token in added.items()}
-        if self._backend is not None:
-            # Decoders see added tokens as the normalizer spells them, not as they were added.
+            if self._backend.decoder is not None:
+                decoder = json.loads(self._backend.decoder.__getstate__())  # as under "decoder" in tokenizer.json
+            # Decoders see added tokens as the normalizer writes them, not as they were added.
             for token_id in self._added:
                 self._tokens[token_id] = str(self._backend.id_to_token(token_id))
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._is_byte_level = is_byte_level(decoder)
+        self._make_decoder = choose_decoder(decoder)
         self.vocab_size = max(self._tokens, default=-1) + 1
-        if not self._decodes_alike():
-            logger.warning("this tokenizer's decoder is not as its kind: falling back to the general one")
+        if not self._decoder_equals_decode():
+            logger.warning("this tokenizer's decoder differs from others of its kind: using WindowDecoder")
             self._make_decoder = WindowDecoder
-
-    # -- facts -------------------------------------------------------------------------------------
 
     @property
     def eos_token_id(self) -> int | None:
@@ -67,39 +74,29 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokenizer's own; a model's generation_config may name more."""
+        """The tokenizer's EOS; a model's generation_config may have more."""
         return frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
 
-    @property
-    def bos_token_id(self) -> int | None:
-        token_id = self.hf_tokenizer.bos_token_id
-        return token_id if isinstance(token_id, int) else None
-
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None for an id that stands for nothing."""
+        """Returns the token as the vocabulary writes it, None for an unknown id."""
         return self._tokens.get(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """True for tokens that `skip_special_tokens` leaves out."""
+        """Returns True for tokens that `skip_special_tokens` leaves out."""
         return token_id in self._special
 
     def backend_json(self) -> str | None:
-        """The whole tokenizer in the format of `tokenizer.json`, None when it is not a fast one."""
+        """Returns the content of `tokenizer.json`, None for a slow tokenizer."""
         return None if self._backend is None else str(self._backend.to_str())
-
-    def _decoder_description(self) -> dict[str, Any] | None:
-        """What `tokenizer.json` says under "decoder", without writing and reading the whole of it."""
-        decoder = None if self._backend is None else self._backend.decoder
-        return None if decoder is None else dict(json.loads(decoder.__getstate__()))
 
     # -- text <-> ids ------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text.
+        """Returns the token ids of a text.
 
         Args:
-            add_special_tokens: put the model's own marks, such as BOS, around it.
-            param: the request's field that the text came from, for the error.
+            add_special_tokens: adds the model's special tokens, such as BOS.
+            param: the request's field that contains the text, for the error.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode (lone surrogates).
@@ -115,7 +112,7 @@ class Tokenizer:
         return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; never "cleaned up" (spaces before punctuation are the model's). Unknown ids are no text."""
+        """Returns the text of ids, without cleaning up spaces before punctuation. Unknown ids have no text."""
         if self._backend is not None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id in self._tokens]
@@ -124,11 +121,11 @@ class Tokenizer:
         )
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """A decoder for one output whose pieces, joined, are `decode` of all its ids."""
+        """Returns a decoder for one output. Its pieces, joined, are `decode` of all ids."""
         return self._make_decoder(self, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, which need not be whole characters. Empty for ids that stand for nothing."""
+        """Returns the bytes of a token, which may be part of a character. Empty for an unknown id."""
         token = self._tokens.get(token_id)
         if token is None:
             return b""
@@ -136,15 +133,12 @@ class Tokenizer:
             return self._added[token_id].encode("utf-8")
         if self._is_byte_level:
             return byte_level_bytes(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes.fromhex(token[3:5])
-            except ValueError:
-                pass
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
         return token.replace("\u2581", " ").encode("utf-8")
 
-    def _decodes_alike(self) -> bool:
-        """Tries the chosen decoder on tokens from all over the vocabulary."""
+    def _decoder_equals_decode(self) -> bool:
+        """Compares the chosen decoder with `decode` on a sample of the vocabulary."""
         step = max(1, len(self._tokens) // 500)
         sample = sorted(self._tokens)[:300] + sorted(self._tokens)[::step]
         for skip in (True, False):
@@ -154,35 +148,14 @@ class Tokenizer:
                 return False
         return True
 
-    # -- chat --------------------------------------------------------------------------------------
+    # ---- chat
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation by the model's own template.
-
-        Args:
-            messages: dicts with `role` and `content` (a text, None, or a list of text parts), in OpenAI's form.
-            continue_final_message: leave the last message open, so that the model goes on with it.
-            chat_template_kwargs: further variables of the template.
-
-        Raises:
-            InvalidRequestError: no template, or the template refuses these messages; `param` is "messages".
-        """
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return self.encode(text, add_special_tokens=False, param="messages")
+    def chat_template(self, *, with_tools: bool) -> str | None:
+        """Returns the model's template, None without one. A model may have one of its own for tools."""
+        try:
+            return str(self.hf_tokenizer.get_chat_template(None, tools=[{}] if with_tools else None))
+        except ValueError:
+            return None
 
     def render_chat(
         self,
@@ -193,11 +166,27 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; see `apply_chat_template`."""
-        template = self._template(tools)
-        extra = _checked_kwargs(chat_template_kwargs)
-        normal = [_normal_message(message, place, template) for place, message in enumerate(messages)]
-        if not normal:
+        """Returns the text of a conversation by the model's own template.
+
+        Args:
+            messages: dicts with `role` and `content` (a text, None, or a list of text parts), in OpenAI's form.
+            continue_final_message: leaves the last message open, so that the model continues it.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            InvalidRequestError: there is no template, or it rejects these messages; `param` is "messages".
+        """
+        template = self.chat_template(with_tools=tools is not None)
+        if template is None:
+            message = "this model has no chat template, so it cannot chat; use completions"
+            raise InvalidRequestError(message, param="messages")
+        variables = dict(chat_template_kwargs or {})
+        for name in variables:
+            if name in _RENDERING_ARGUMENTS:
+                message = f"chat_template_kwargs: {name!r} is not a variable of the template"
+                raise InvalidRequestError(message, param="chat_template_kwargs")
+        normalized = [_normalize_message(message, place, template) for place, message in enumerate(messages)]
+        if not normalized:
             raise InvalidRequestError("messages: must not be empty", param="messages")
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -205,64 +194,36 @@ class Tokenizer:
             )
         try:
             rendered = self.hf_tokenizer.apply_chat_template(
-                normal,
+                normalized,
                 tools=tools,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **extra,
+                **variables,
             )
         except Exception as error:
-            # A template is a program that came with the model: whatever it raises is about these messages.
+            # A template is a program that comes with the model and may raise anything about these messages.
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {str(error)[:500]}", param="messages"
             ) from error
         return str(rendered)
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> str:
-        try:
-            return str(self.hf_tokenizer.get_chat_template(None, tools=tools))
-        except ValueError as error:
-            raise InvalidRequestError(
-                "this model has no chat template, so it cannot chat; use completions", param="messages"
-            ) from error
 
-
-_OWN_TEMPLATE_ARGUMENTS = frozenset(
-    {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
-    | {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
-    | {"return_assistant_tokens_mask", "tokenizer_kwargs"}
-)
-
-
-def _checked_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for the template; not the arguments of the function that applies it."""
-    variables = {} if kwargs is None else dict(kwargs)
-    for name in variables:
-        if name in _OWN_TEMPLATE_ARGUMENTS:
-            raise InvalidRequestError(
-                f"chat_template_kwargs: {name!r} is not a variable of the template", param="chat_template_kwargs"
-            )
-    return variables
-
-
-def _normal_message(message: Any, place: int, template: str) -> dict[str, Any]:
-    """The message in the form that templates expect: content as one text, a role that the template knows."""
+def _normalize_message(message: Any, place: int, template: str) -> dict[str, Any]:
+    """Returns the message in the form that templates expect: content as one text, a role that the template handles."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{place}]: must be an object with a role", param="messages")
-    normal = dict(message)
-    if normal["role"] == "developer" and "developer" not in template:
-        normal["role"] = "system"
-    content = normal.get("content")
-    if content is None:
-        content = ""
+    normalized = dict(message)
+    if normalized["role"] == "developer" and "developer" not in template:
+        normalized["role"] = "system"
+    content = normalized.get("content")
     if isinstance(content, list):
         content = "\n".join(_part_text(part, place) for part in content)
-    if not isinstance(content, str):
+    if not isinstance(content, str | None):
         raise InvalidRequestError(f"messages[{place}].content: must be a text or a list of parts", param="messages")
-    normal["content"] = content
-    return normal
+    normalized["content"] = content or ""
+    return normalized
 
 
 def _part_text(part: Any, place: int) -> str:
@@ -274,45 +235,44 @@ def _part_text(part: Any, place: int) -> str:
     return text
 
 
-# -- loading ---------------------------------------------------------------------------------------
+# ---- loading
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Loads the tokenizer of `config.tokenizer` or `config.model`.
 
-    Reading one out of a GGUF file takes seconds, so the result is kept in the user's cache folder.
+    Reading one from a GGUF file takes seconds, so it is saved to a disk cache.
 
     Raises:
         ModelLoadError: there is none, or it cannot be read.
     """
     location = resolve_tokenizer(config)
-    if location.gguf_path is not None:
-        kept = _kept_folder(location.gguf_path)
-        if kept is not None and kept.is_dir():
-            try:
-                return Tokenizer(_from_pretrained(ModelLocation(str(kept)), config))
-            except ModelLoadError:
-                logger.warning("the kept tokenizer in %s cannot be read; making it again", kept)
-                shutil.rmtree(kept, ignore_errors=True)
-        tokenizer = _from_pretrained(location, config)
-        if kept is not None:
-            _keep(tokenizer, kept)
-        return Tokenizer(tokenizer)
-    return Tokenizer(_from_pretrained(location, config))
+    cache_dir = None if location.gguf_path is None else _tokenizer_cache_dir(location.gguf_path)
+    if cache_dir is None:
+        return Tokenizer(_from_pretrained(location, config))
+    if cache_dir.is_dir():
+        try:
+            return Tokenizer(_from_pretrained(ModelLocation(str(cache_dir)), config))
+        except ModelLoadError:
+            logger.warning("the tokenizer cache in %s cannot be read; it is rebuilt", cache_dir)
+            shutil.rmtree(cache_dir, ignore_errors=True)
+    tokenizer = _from_pretrained(location, config)
+    _save_to_cache(tokenizer, cache_dir)
+    return Tokenizer(tokenizer)
 
 
 def import_transformers_without_torch(config: EngineConfig) -> None:
-    """For a process that only needs the tokenizer: lets transformers, from its first import on, do without torch.
+    """Imports transformers without torch, for a process that only needs the tokenizer.
 
-    It would import torch beside any tokenizer, which takes a second and 180 MB. Where torch is needed, to read a GGUF
-    file or for a model's own code, or where either is imported already, nothing happens.
+    With torch the import takes a second and 180 MB more. Does nothing where torch is needed, to read a GGUF file or for
+    a model's own code, and where one of the two is already imported.
     """
     if _needs_torch(config) or "torch" in sys.modules or "transformers" in sys.modules:
         return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise us to install torch
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that there is no such module
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to mark a module as missing
     try:
-        # It looks once and remembers; whoever imports torch later gets it.
+        # transformers looks for torch once, at import; later imports of torch find it.
         importlib.import_module("transformers")
     finally:
         if sys.modules.get("torch") is None:
@@ -323,18 +283,18 @@ def _needs_torch(config: EngineConfig) -> bool:
     gguf_path = resolve_tokenizer(config).gguf_path
     if gguf_path is None:
         return config.trust_remote_code
-    kept = _kept_folder(gguf_path)
-    return kept is None or not _is_readable(kept)
+    cache_dir = _tokenizer_cache_dir(gguf_path)
+    return cache_dir is None or not _is_readable(cache_dir)
 
 
-def _is_readable(kept: Path) -> bool:
-    """Looked into and not only for: of a broken copy the GGUF file is read again, and for that torch must be there."""
+def _is_readable(cache_dir: Path) -> bool:
+    """Reads the files: a damaged cache is rebuilt from the GGUF file, which needs torch."""
     import tokenizers
 
     try:
-        json.loads((kept / "tokenizer_config.json").read_text())
-        tokenizers.Tokenizer.from_file(str(kept / "tokenizer.json"))
-    except Exception:  # the library raises nothing narrower
+        json.loads((cache_dir / "tokenizer_config.json").read_text())
+        tokenizers.Tokenizer.from_file(str(cache_dir / "tokenizer.json"))
+    except Exception:  # tokenizers raises nothing narrower
         return False
     return True
 
@@ -353,8 +313,8 @@ def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
         raise ModelLoadError(f"the tokenizer of {location.path!r} cannot be loaded: {error}") from error
 
 
-def _kept_folder(gguf_path: Path) -> Path | None:
-    """Where this file's tokenizer is kept, None without a home. A new file or transformers makes a new name."""
+def _tokenizer_cache_dir(gguf_path: Path) -> Path | None:
+    """Returns the cache folder of this file and version of transformers, None without a home directory."""
     try:
         status = gguf_path.stat()
         with gguf_path.open("rb") as file:
@@ -368,17 +328,16 @@ def _kept_folder(gguf_path: Path) -> Path | None:
     return root / "minivllm" / "tokenizers" / digest
 
 
-def _keep(tokenizer: Any, folder: Path) -> None:
-    """Saves it in one step: readers see a whole folder or none. A failure only costs the next start some seconds."""
+def _save_to_cache(tokenizer: Any, cache_dir: Path) -> None:
+    """Saves atomically: readers see a complete folder or none. A failure only makes the next start slower."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(dir=folder.parent)
+        cache_dir.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(dir=cache_dir.parent)
         try:
             tokenizer.save_pretrained(scratch)
-            os.rename(scratch, folder)
+            os.rename(scratch, cache_dir)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        if folder.is_dir():
-            return  # another process was faster
-        logger.info("the tokenizer was not kept for the next start: %s", error)
+        if not cache_dir.is_dir():  # else another process was faster
+            logger.info("the tokenizer was not saved to the cache: %s", error)

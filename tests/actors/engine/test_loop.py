@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import pickle
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine.loop import EngineLoop
 from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
-from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams, StructuredOutput
 from minivllm.core.sequence import FinishReason
 from tests.actors.fakes import PacedRunner, started_loop
-from tests.actors.helpers import assert_idle, collect, request, until
+from tests.actors.helpers import assert_idle, collect, read, request, submit_to, until
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ async def loop(runner: PacedRunner) -> AsyncIterator[EngineLoop]:
 
 async def test_streams_deliver_the_tokens_of_the_reference_model(loop: EngineLoop, runner: PacedRunner) -> None:
     prompts = [[index, index + 1] * (1 + index % 5) for index in range(1, 33)]
-    streams = [loop.generate(request(f"r{index}", 15, prompt=prompt)) for index, prompt in enumerate(prompts)]
+    streams = [submit_to(loop, request(f"r{index}", 15, prompt=prompt)) for index, prompt in enumerate(prompts)]
     results = await asyncio.gather(*map(collect, streams))
     for prompt, result in zip(prompts, results, strict=True):
         expected, _ = runner.model.complete(prompt, request("", 15).sampling_params, max_model_len=256)
@@ -47,26 +46,27 @@ async def test_streams_deliver_the_tokens_of_the_reference_model(loop: EngineLoo
 
 
 async def test_samples_of_a_request_share_one_stream(loop: EngineLoop, runner: PacedRunner) -> None:
-    result = await collect(loop.generate(request("r", 7, n=3)))
+    result = await collect(submit_to(loop, request("r", 7, n=3)))
     assert {index: len(output.new_token_ids) for index, output in result.items()} == {0: 7, 1: 7, 2: 7}
     await assert_idle(loop, runner)
 
 
 async def test_first_token_is_delivered_at_once(loop: EngineLoop, runner: PacedRunner) -> None:
-    stream = loop.generate(request("r", 5))
     runner.during_execute = lambda _: runner.gate.clear()
-    first = await anext(stream)
+    stream = await submit_to(loop, request("r", 5))
+    first = await stream.take()
     assert len(first[0].new_token_ids) == 1
     runner.during_execute = None
     runner.gate.set()
-    await collect(stream)
+    await read(stream)
 
 
 async def test_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: PacedRunner) -> None:
-    stream = loop.generate(request("r", 12, logprobs=0))
-    first = await anext(stream)
+    stream = await submit_to(loop, request("r", 12, logprobs=0))
+    first = await stream.take()
     await until(lambda: len(loop.router) == 0, "the request has ended")
-    rest = [outputs async for outputs in stream]
+    rest = [await stream.take()]
+    assert await stream.take() == []
     assert [len(outputs) for outputs in rest] == [1]
     [output] = rest[0]
     assert len(first[0].new_token_ids) + len(output.new_token_ids) == 12
@@ -75,41 +75,32 @@ async def test_slow_consumer_gets_one_merged_output(loop: EngineLoop, runner: Pa
     assert output.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("how", ["aclose", "cancel", "raise"])
+@pytest.mark.parametrize("how", ["close", "cancel"])
 async def test_closed_stream_aborts_its_request(loop: EngineLoop, runner: PacedRunner, how: str) -> None:
-    stream = loop.generate(request("r", 200))
-    if how == "aclose":
-        await anext(stream)
-        await stream.aclose()
-    elif how == "cancel":
-        task = asyncio.create_task(collect(stream))
+    if how == "close":
+        stream = await submit_to(loop, request("r", 200))
+        await stream.take()
+        stream.close()
+    else:
+        task = asyncio.create_task(collect(submit_to(loop, request("r", 200))))
         await until(lambda: runner.steps_executed > 3, "some steps")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    else:
-        with pytest.raises(RuntimeError, match="mine"):
-            await raise_in_the_loop(stream)
     await assert_idle(loop, runner)
     assert runner.steps_executed < 100
 
 
-async def raise_in_the_loop(stream: AsyncGenerator[list[RequestOutput], None]) -> None:
-    async with contextlib.aclosing(stream):
-        async for _ in stream:
-            raise RuntimeError("mine")
-
-
 async def test_request_cancelled_in_the_inbox_leaves_no_state(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.gate.clear()
-    other = asyncio.create_task(collect(loop.generate(request("other", 5))))
+    other = asyncio.create_task(collect(submit_to(loop, request("other", 5))))
     await asyncio.sleep(0.02)
-    task = asyncio.create_task(collect(loop.generate(request("r", 200))))
+    task = asyncio.create_task(collect(submit_to(loop, request("r", 200))))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    refused = asyncio.create_task(collect(loop.generate(request("bad", prompt=[10**6]))))
+    refused = asyncio.create_task(collect(submit_to(loop, request("bad", prompt=[10**6]))))
     await asyncio.sleep(0.02)
     refused.cancel()
     runner.gate.set()
@@ -120,13 +111,13 @@ async def test_request_cancelled_in_the_inbox_leaves_no_state(loop: EngineLoop, 
 async def test_repeated_aborts_reach_the_engine_once(loop: EngineLoop, runner: PacedRunner) -> None:
     heard = []
     await loop.call(lambda engine: note_aborts(engine, heard))
-    stream = loop.generate(request("r", 200))
-    await anext(stream)
-    loop.abort("r")
-    loop.abort("r")
-    await stream.aclose()
-    loop.abort("r")
-    loop.abort("unknown")
+    stream = await submit_to(loop, request("r", 200))
+    await stream.take()
+    loop.router.abort("r")
+    loop.router.abort("r")
+    stream.close()
+    loop.router.abort("r")
+    loop.router.abort("unknown")
     await assert_idle(loop, runner)
     assert heard == [("r", None)]
 
@@ -142,31 +133,31 @@ def note_aborts(engine: Any, heard: list[tuple[str, int | None]]) -> None:
 
 
 async def test_aborted_sample_leaves_the_other_samples_running(loop: EngineLoop, runner: PacedRunner) -> None:
-    stream = loop.generate(request("r", 30, n=3))
-    await anext(stream)
-    loop.abort("r", 1)
-    result = await collect(stream)
+    stream = await submit_to(loop, request("r", 30, n=3))
+    await stream.take()
+    loop.router.abort("r", 1)
+    result = await read(stream)
     assert result[1].finish_reason is FinishReason.ABORT
     assert result[0].finish_reason is result[2].finish_reason is FinishReason.LENGTH
     await assert_idle(loop, runner)
 
 
 async def test_abort_by_id_ends_the_stream_with_reason_abort(loop: EngineLoop) -> None:
-    stream = loop.generate(request("r", 200))
-    await anext(stream)
-    loop.abort("r")
-    assert (await collect(stream))[0].finish_reason is FinishReason.ABORT
+    stream = await submit_to(loop, request("r", 200))
+    await stream.take()
+    loop.router.abort("r")
+    assert (await read(stream))[0].finish_reason is FinishReason.ABORT
 
 
 async def test_grammar_compilation_does_not_block_other_streams(runner: PacedRunner) -> None:
     release = threading.Event()
-    runner.precompile = lambda _: release.wait(30)  # type: ignore[attr-defined]
+    runner.precompile = lambda _: release.wait(30)  # type: ignore[method-assign,assignment,return-value]
     loop = await started_loop(runner)
     slow = GenerateRequest(
         "slow", [1, 2], SamplingParams(max_tokens=3, structured_output=StructuredOutput(kind="regex", value="a"))
     )
-    waiting = asyncio.ensure_future(collect(loop.generate(slow)))
-    result = await collect(loop.generate(request("quick", 5)))
+    waiting = asyncio.ensure_future(collect(submit_to(loop, slow)))
+    result = await collect(submit_to(loop, request("quick", 5)))
     assert len(result[0].new_token_ids) == 5
     assert not waiting.done()
     release.set()
@@ -177,25 +168,25 @@ async def test_grammar_compilation_does_not_block_other_streams(runner: PacedRun
 async def test_duplicate_request_id_is_rejected_and_the_first_request_continues(
     loop: EngineLoop, runner: PacedRunner
 ) -> None:
-    stream = loop.generate(request("r", 30))
-    await anext(stream)
+    stream = await submit_to(loop, request("r", 30))
+    await stream.take()
     with pytest.raises(InvalidRequestError, match="'r' is in use") as caught:
-        await anext(loop.generate(request("r")))
+        await submit_to(loop, request("r"))
     assert caught.value.param == "request_id"
-    assert len((await collect(stream))[0].new_token_ids) == 29
-    assert len((await collect(loop.generate(request("r", 3))))[0].new_token_ids) == 3
+    assert len((await read(stream))[0].new_token_ids) == 29
+    assert len((await collect(submit_to(loop, request("r", 3))))[0].new_token_ids) == 3
     await assert_idle(loop, runner)
 
 
 async def test_rejection_reaches_the_caller_and_leaves_no_state(runner: PacedRunner) -> None:
     loop = await started_loop(runner, max_waiting_requests=1, max_num_seqs=1)
     with pytest.raises(InvalidRequestError) as caught:
-        await anext(loop.generate(request("empty", prompt=[10**6])))
+        await submit_to(loop, request("empty", prompt=[10**6]))
     assert caught.value.param == "prompt"
     with pytest.raises(NeverFitsError):
-        await anext(loop.generate(request("long", prompt=[1] * 1000)))
+        await submit_to(loop, request("long", prompt=[1] * 1000))
     runner.gate.clear()
-    tasks = [asyncio.create_task(collect(loop.generate(request(f"r{index}", 3)))) for index in range(6)]
+    tasks = [asyncio.create_task(collect(submit_to(loop, request(f"r{index}", 3)))) for index in range(6)]
     await asyncio.sleep(0.05)
     runner.gate.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,29 +196,9 @@ async def test_rejection_reaches_the_caller_and_leaves_no_state(runner: PacedRun
     loop.stop()
 
 
-async def test_unread_stream_is_aborted_after_the_consumer_timeout(runner: PacedRunner) -> None:
-    runner.step_s = 0.01
-    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.2})
-    forgotten = loop.generate(request("forgotten", 240))
-    await anext(forgotten)
-    polled = asyncio.create_task(collect(loop.generate(request("polled", 100))))
-    await until(lambda: "forgotten" not in runner.live_request_ids, "the forgotten request is released")
-    assert len((await polled)[0].new_token_ids) == 100
-    assert (await collect(forgotten))[0].finish_reason is FinishReason.ABORT
-    await assert_idle(loop, runner)
-    loop.stop()
-
-
-async def test_waiting_for_a_long_step_counts_as_reading(runner: PacedRunner) -> None:
-    runner.step_s = 0.4
-    loop = await started_loop(runner, settings={"consumer_timeout_s": 0.1})
-    assert len((await collect(loop.generate(request("r", 3))))[0].new_token_ids) == 3
-    loop.stop()
-
-
 async def test_failed_forward_pass_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.gate.clear()
-    streams = [loop.generate(request(f"r{index}", 50, n=1 + index % 2)) for index in range(8)]
+    streams = [submit_to(loop, request(f"r{index}", 50, n=1 + index % 2)) for index in range(8)]
     tasks = [asyncio.create_task(collect(stream)) for stream in streams]
     await asyncio.sleep(0.05)
     runner.fail_next_step = RuntimeError("CUDA is gone")
@@ -241,7 +212,7 @@ async def test_failed_forward_pass_fails_every_request(loop: EngineLoop, runner:
     with pytest.raises(EngineDeadError):
         loop.check_health()
     with pytest.raises(EngineDeadError):
-        await anext(loop.generate(request("late")))
+        await submit_to(loop, request("late"))
     with pytest.raises(EngineDeadError):
         await loop.call(lambda engine: engine.reset_prefix_cache())
     assert (await loop.snapshot()).is_dead
@@ -249,10 +220,10 @@ async def test_failed_forward_pass_fails_every_request(loop: EngineLoop, runner:
 
 
 async def test_exception_in_the_step_thread_fails_every_request(loop: EngineLoop, runner: PacedRunner) -> None:
-    stream = loop.generate(request("r", 200, n=2))
-    await anext(stream)
+    stream = await submit_to(loop, request("r", 200, n=2))
+    await stream.take()
     await loop.call(lambda engine: setattr(engine, "step", lambda: {}["bug"]))
-    result = await collect(stream)
+    result = await read(stream)
     assert {output.finish_reason for output in result.values()} == {FinishReason.ERROR}
     assert "KeyError" in str(result[0].error)
     with pytest.raises(EngineDeadError, match="KeyError"):
@@ -260,25 +231,25 @@ async def test_exception_in_the_step_thread_fails_every_request(loop: EngineLoop
 
 
 async def test_inbox_calls_are_answered_when_the_engine_dies(loop: EngineLoop, runner: PacedRunner) -> None:
-    stream = loop.generate(request("r", 200))
-    await anext(stream)
+    stream = await submit_to(loop, request("r", 200))
+    await stream.take()
     runner.gate.clear()
     await asyncio.sleep(0.02)
     question = asyncio.create_task(loop.call(lambda engine: engine.stats()))
-    addition = asyncio.create_task(collect(loop.generate(request("late", 5))))
+    addition = asyncio.create_task(collect(submit_to(loop, request("late", 5))))
     await asyncio.sleep(0.02)
     runner.fail_next_step = RuntimeError("gone")
     runner.gate.set()
-    assert (await collect(stream))[0].finish_reason is FinishReason.ERROR
+    assert (await read(stream))[0].finish_reason is FinishReason.ERROR
     results = await asyncio.wait_for(asyncio.gather(question, addition, return_exceptions=True), 5)
     assert isinstance(results[1], EngineDeadError)
 
 
 async def test_hung_step_makes_the_engine_unhealthy(runner: PacedRunner) -> None:
-    loop = await started_loop(runner, settings={"stall_timeout_s": 0.1})
+    loop = await started_loop(runner, settings=LiveSettings(stall_timeout_s=0.1))
     await asyncio.sleep(0.25)
     loop.check_health()  # idle for longer than stall_timeout_s
-    task = asyncio.create_task(collect(loop.generate(request("r", 200))))
+    task = asyncio.create_task(collect(submit_to(loop, request("r", 200))))
     await until(lambda: runner.steps_executed > 3, "some steps")
     runner.gate.clear()
     await asyncio.sleep(0.05)
@@ -300,11 +271,11 @@ async def test_start_raises_the_error_of_the_engine_constructor() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        await EngineLoop(build).start()
+        await EngineLoop(build, LiveSettings()).start()
 
 
 async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) -> None:
-    await collect(loop.generate(request("r", 5)))
+    await collect(submit_to(loop, request("r", 5)))
     await asyncio.sleep(0.05)
     before = time.process_time()
     await asyncio.sleep(0.5)
@@ -313,9 +284,9 @@ async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) ->
 
 async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
+    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
     for index in range(3):
-        await collect(loop.generate(request(f"r{index}", 30)))
+        await collect(submit_to(loop, request(f"r{index}", 30)))
         await until(lambda: snapshots[-1].stats.num_running == 0, "a snapshot without running requests")
         stats = snapshots[-1].stats
         assert (stats.num_waiting, stats.num_free_blocks) == (0, stats.num_total_blocks)
@@ -327,8 +298,8 @@ async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
 
 async def test_snapshots_under_load_keep_the_snapshot_interval(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, settings={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
-    await collect(loop.generate(request("r", 200)))
+    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
+    await collect(submit_to(loop, request("r", 200)))
     busy = [snapshot for snapshot in snapshots if snapshot.stats.num_running]
     assert busy
     assert all(later.time - earlier.time > 0.09 for earlier, later in itertools.pairwise(busy))
@@ -336,7 +307,7 @@ async def test_snapshots_under_load_keep_the_snapshot_interval(runner: PacedRunn
 
 
 async def test_latency_histograms_count_every_token(loop: EngineLoop) -> None:
-    await asyncio.gather(*(collect(loop.generate(request(f"r{index}", 10, n=2))) for index in range(4)))
+    await asyncio.gather(*(collect(submit_to(loop, request(f"r{index}", 10, n=2))) for index in range(4)))
     histograms = (await loop.snapshot()).histograms
     counts = {name: sum(histogram.counts) for name, histogram in histograms.items()}
     assert counts == {
@@ -349,7 +320,7 @@ async def test_latency_histograms_count_every_token(loop: EngineLoop) -> None:
 async def test_thousand_aborted_requests_leave_no_state(loop: EngineLoop, runner: PacedRunner) -> None:
     runner.step_s = 0.0
     for batch in range(20):
-        streams = [loop.generate(request(f"{batch}/{index}", 100)) for index in range(50)]
+        streams = [submit_to(loop, request(f"{batch}/{index}", 100)) for index in range(50)]
         tasks = [asyncio.create_task(collect(stream)) for stream in streams]
         await asyncio.sleep(0.002 * (batch % 5))
         for task in tasks:
@@ -360,8 +331,8 @@ async def test_thousand_aborted_requests_leave_no_state(loop: EngineLoop, runner
 
 async def test_stop_ends_the_thread_and_fails_open_requests(runner: PacedRunner) -> None:
     loop = await started_loop(runner)
-    stream = loop.generate(request("r", 200))
-    await anext(stream)
+    stream = await submit_to(loop, request("r", 200))
+    await stream.take()
     loop.stop()
-    assert (await collect(stream))[0].finish_reason is FinishReason.ERROR
+    assert (await read(stream))[0].finish_reason is FinishReason.ERROR
     await until(lambda: not loop._thread.is_alive(), "the thread has ended")

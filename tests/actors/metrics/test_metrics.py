@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.actors.config import AppArgs
-from minivllm.actors.metrics.deployment import MetricsStore
+from minivllm.actors.metrics import deployment
+from minivllm.actors.metrics.deployment import Metrics
 from minivllm.actors.metrics.prometheus import render_prometheus
 from minivllm.actors.metrics.publisher import SnapshotPublisher
 from minivllm.actors.openai.serving import service as openai_service
-from minivllm.actors.transport.latencies import Latencies
-from minivllm.actors.transport.messages import EngineSnapshot, Histogram
+from minivllm.actors.transport.messages import EngineSnapshot, Histogram, empty_histograms
+from minivllm.actors.transport.output_router import Latencies
 from minivllm.core.errors import EngineDeadError
 from minivllm.core.stats import EngineStats
 from tests.actors.helpers import until
@@ -36,51 +38,58 @@ def read(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-# ---- snapshot store
+# ---- Metrics deployment
 
 
-def test_older_snapshot_does_not_replace_a_newer_one() -> None:
-    store = MetricsStore(10)
-    store.record(snapshot(2, num_running=2))
-    store.record(snapshot(1, num_running=1))
-    assert store.current() == snapshot(2, num_running=2)
-    assert len(store.history()) == 1
+@pytest.fixture
+def make_metrics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Metrics]:
+    """Returns the deployment's class, which leaves the CPU policy of this process as it is."""
+    monkeypatch.setattr(deployment, "use_batch_cpu_policy", lambda: None)
+    return Metrics
 
 
-def test_snapshot_of_a_replaced_engine_is_ignored() -> None:
-    store = MetricsStore(10)
-    store.record(snapshot(7, engine="old", started_at=1.0))
-    store.record(snapshot(1, engine="new", started_at=2.0))
-    store.record(snapshot(8, engine="old", started_at=1.0))
-    current = store.current()
+async def test_older_snapshot_does_not_replace_a_newer_one(make_metrics: Callable[[int], Metrics]) -> None:
+    metrics = make_metrics(10)
+    await metrics.record(snapshot(2, num_running=2))
+    await metrics.record(snapshot(1, num_running=1))
+    assert await metrics.current() == snapshot(2, num_running=2)
+    assert len(await metrics.history()) == 1
+
+
+async def test_snapshot_of_a_replaced_engine_is_ignored(make_metrics: Callable[[int], Metrics]) -> None:
+    metrics = make_metrics(10)
+    await metrics.record(snapshot(7, engine="old", started_at=1.0))
+    await metrics.record(snapshot(1, engine="new", started_at=2.0))
+    await metrics.record(snapshot(8, engine="old", started_at=1.0))
+    current = await metrics.current()
     assert current is not None
     assert current.engine_id == "new"
 
 
-def test_history_is_bounded_and_keeps_the_newest_points() -> None:
-    store = MetricsStore(5)
+async def test_history_is_bounded_and_keeps_the_newest_points(make_metrics: Callable[[int], Metrics]) -> None:
+    metrics = make_metrics(5)
     for number in range(100):
-        store.record(snapshot(number, num_free_blocks=number))
-    assert [point.num_free_blocks for point in store.history()] == [95, 96, 97, 98, 99]
-    assert [point.num_free_blocks for point in store.history(2)] == [98, 99]
-    assert store.history(0) == []
+        await metrics.record(snapshot(number, num_free_blocks=number))
+    assert [point.num_free_blocks for point in (await metrics.history())] == [95, 96, 97, 98, 99]
+    assert [point.num_free_blocks for point in (await metrics.history(2))] == [98, 99]
+    assert (await metrics.history(0)) == []
 
 
-def test_run_of_equal_snapshots_takes_two_history_points() -> None:
-    store = MetricsStore(5)
-    store.record(snapshot(0, num_free_blocks=1, rejections={"watermark": 3}))
+async def test_run_of_equal_snapshots_takes_two_history_points(make_metrics: Callable[[int], Metrics]) -> None:
+    metrics = make_metrics(5)
+    await metrics.record(snapshot(0, num_free_blocks=1, rejections={"watermark": 3}))
     for number in range(1, 100):
-        store.record(snapshot(number, num_free_blocks=7))
-    points = store.history()
+        await metrics.record(snapshot(number, num_free_blocks=7))
+    points = await metrics.history()
     assert [(point.time, point.num_free_blocks) for point in points] == [(0.0, 1), (1.0, 7), (99.0, 7)]
     assert points[0].rejections == {"watermark": 3}
 
 
-def test_one_snapshot_restores_all_totals() -> None:
+async def test_one_snapshot_remetricss_all_totals(make_metrics: Callable[[int], Metrics]) -> None:
     sent = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
-    store = MetricsStore(10)
-    store.record(pickle.loads(pickle.dumps(sent)))
-    assert store.current() == sent
+    metrics = make_metrics(10)
+    await metrics.record(pickle.loads(pickle.dumps(sent)))
+    assert await metrics.current() == sent
 
 
 # ---- Prometheus text
@@ -115,7 +124,7 @@ def test_prometheus_text_shows_the_values_of_the_snapshot() -> None:
 
 
 def test_histogram_buckets_are_cumulative_with_exact_sums() -> None:
-    histograms = Latencies.histograms()
+    histograms = empty_histograms()
     for arrival in (0.0, 0.04):
         latencies = Latencies(histograms, arrival)
         latencies.tokens_arrived(0, 1, 0.06)
@@ -203,8 +212,8 @@ class Receiver:
 
 
 async def started(receiver: Receiver, **times: float) -> SnapshotPublisher:
-    publisher = SnapshotPublisher(receiver.send, lambda: snapshot(1000), **times)
-    publisher.start()
+    publisher = SnapshotPublisher(receiver.send, **times)
+    publisher.start(lambda: snapshot(1000))
     return publisher
 
 

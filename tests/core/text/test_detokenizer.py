@@ -148,20 +148,32 @@ def first_stop(text: str, stops: tuple[str, ...], since: int = 0) -> tuple[int, 
 words = st.text(alphabet="ab ", min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.text(alphabet="abc ", max_size=6), max_size=12), st.lists(words, min_size=1, max_size=4))
-def test_stop_strings_finds_the_stop_string_that_ends_first(pieces: list[str], stops: list[str]) -> None:
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.text(alphabet="abc ", max_size=6), max_size=12),
+    st.lists(words, min_size=1, max_size=4),
+    st.integers(0, 6),
+)
+def test_stop_strings_equal_a_search_character_by_character(
+    pieces: list[str], stops: list[str], num_ignored: int
+) -> None:
+    """The first `num_ignored` pieces must not stop the text, as before `min_tokens`."""
     stop_strings, text = StopStrings(tuple(stops)), ""
-    for piece in pieces:
-        found = stop_strings.find(piece)
-        expected = first_stop(text + piece, tuple(stops))
+    for number, piece in enumerate(pieces):
+        may_stop = number >= num_ignored
+        found = stop_strings.find(piece, may_stop=may_stop)
+        expected = first_stop(text + piece, tuple(stops), since=len(text)) if may_stop else None
         if found is not None:
             assert expected is not None
             assert (len(text) + found[0], found[1]) == expected[1:]
             return
         assert expected is None
         text += piece
-        starts = [n for n in range(len(text) + 1) if any(stop.startswith(text[len(text) - n :]) for stop in stops)]
+        starts = [
+            length
+            for length in range(len(text) + 1)
+            if any(stop.startswith(text[len(text) - length :]) and length < len(stop) for stop in stops)
+        ]
         assert stop_strings.longest_start == max(starts)
 
 

@@ -94,7 +94,8 @@ def test_default_model_uses_its_own_chat_template() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     text = tokenizer.render_chat(messages)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text, add_special_tokens=False)
+    rendered = tokenizer.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert rendered == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +166,9 @@ def test_tools_and_chat_template_kwargs_reach_the_template(chat: Any) -> None:
 def test_invalid_messages_and_template_errors_are_rejected(
     chat: Any, template: str | None, messages: Any, reason: str
 ) -> None:
+    tokenizer = chat(template)
     with pytest.raises(InvalidRequestError, match=reason.replace("[", "\\[")) as caught:
-        chat(template).apply_chat_template(messages)
+        tokenizer.encode(tokenizer.render_chat(messages), param="messages")
     assert caught.value.param == "messages"
 
 
@@ -246,7 +248,7 @@ def test_gguf_tokenizer_is_read_once_and_then_loaded_from_disk(tmp_path: Path, m
     second = load_tokenizer(EngineConfig())
     messages = [{"role": "user", "content": "Hi"}]
     assert first.backend_json() == second.backend_json()
-    assert first.apply_chat_template(messages) == second.apply_chat_template(messages)
+    assert first.render_chat(messages) == second.render_chat(messages)
     assert first.eos_token_ids == second.eos_token_ids
     assert [first.is_special(i) for i in range(30)] == [second.is_special(i) for i in range(30)]
 
@@ -255,10 +257,10 @@ def test_damaged_tokenizer_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gguf_path = resolve_model(EngineConfig()).gguf_path
     assert gguf_path is not None
-    kept = tokenizer_module._kept_folder(gguf_path)
-    assert kept is not None
-    kept.mkdir(parents=True)
-    (kept / "tokenizer.json").write_text("half a fi")
+    cache_dir = tokenizer_module._tokenizer_cache_dir(gguf_path)
+    assert cache_dir is not None
+    cache_dir.mkdir(parents=True)
+    (cache_dir / "tokenizer.json").write_text("half a fi")
     read, saved = AutoTokenizer.from_pretrained, tokenizer_of("default_model").hf_tokenizer
 
     def reads_gguf_at_once(path: str, **options: Any) -> Any:
@@ -266,23 +268,23 @@ def test_damaged_tokenizer_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", reads_gguf_at_once)
     assert load_tokenizer(EngineConfig()).encode("Hello") == tokenizer_of("default_model").encode("Hello")
-    assert (kept / "tokenizer.json").stat().st_size > 10_000
+    assert (cache_dir / "tokenizer.json").stat().st_size > 10_000
 
 
 def test_tokenizer_cache_key_changes_with_the_gguf_file(tmp_path: Path) -> None:
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
     first.write_bytes(b"one")
     second.write_bytes(b"two")
-    names = {tokenizer_module._kept_folder(first), tokenizer_module._kept_folder(second)}
+    names = {tokenizer_module._tokenizer_cache_dir(first), tokenizer_module._tokenizer_cache_dir(second)}
     first.write_bytes(b"new")
-    assert len(names | {tokenizer_module._kept_folder(first)}) == 3
+    assert len(names | {tokenizer_module._tokenizer_cache_dir(first)}) == 3
 
 
 def test_unwritable_tokenizer_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "minivllm").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     saved = tokenizer_of("default_model").hf_tokenizer
-    tokenizer_module._keep(saved, tmp_path / "minivllm" / "tokenizers" / "x")
+    tokenizer_module._save_to_cache(saved, tmp_path / "minivllm" / "tokenizers" / "x")
     assert (tmp_path / "minivllm").is_file()
 
 
@@ -290,7 +292,7 @@ def test_concurrent_saves_leave_one_complete_tokenizer_cache(tmp_path: Path) -> 
     saved = tokenizer_of("default_model").hf_tokenizer
     folder = tmp_path / "tokenizers" / "x"
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: tokenizer_module._keep(saved, folder), range(4)))
+        list(pool.map(lambda _: tokenizer_module._save_to_cache(saved, folder), range(4)))
     assert [path.name for path in folder.parent.iterdir()] == ["x"]
     assert Tokenizer(AutoTokenizer.from_pretrained(folder)).encode("Hello") == Tokenizer(saved).encode("Hello")
     shutil.rmtree(folder)
@@ -306,7 +308,7 @@ from minivllm.core.text.tokenizer import load_tokenizer, import_transformers_wit
 import_transformers_without_torch(EngineConfig())
 tokenizer = load_tokenizer(EngineConfig())
 assert "torch" not in sys.modules
-print(tokenizer.encode("Hello world"), tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]))
+print(tokenizer.encode("Hello world"), tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hi"}])))
 import torch
 import_transformers_without_torch(EngineConfig())
 assert sys.modules["torch"] is torch
@@ -314,7 +316,7 @@ assert sys.modules["torch"] is torch
     with_torch = load_tokenizer(EngineConfig())  # fills the disk cache from the GGUF file
     answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     messages = [{"role": "user", "content": "Hi"}]
-    texts = (with_torch.encode("Hello world"), with_torch.apply_chat_template(messages))
+    texts = (with_torch.encode("Hello world"), with_torch.encode(with_torch.render_chat(messages)))
     assert answer.stdout.strip() == " ".join(map(str, texts))
     assert not answer.stderr
 
@@ -324,6 +326,6 @@ def test_torch_is_needed_only_without_a_tokenizer_cache(tmp_path: Path, monkeypa
     assert tokenizer_module._needs_torch(EngineConfig())
     load_tokenizer(EngineConfig())
     assert not tokenizer_module._needs_torch(EngineConfig())
-    [kept] = (tmp_path / "minivllm" / "tokenizers").iterdir()
-    (kept / "tokenizer.json").write_text("half a fi")
+    [cache_dir] = (tmp_path / "minivllm" / "tokenizers").iterdir()
+    (cache_dir / "tokenizer.json").write_text("half a fi")
     assert tokenizer_module._needs_torch(EngineConfig())

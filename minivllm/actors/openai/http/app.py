@@ -1,71 +1,91 @@
-"""make_http_app: the routes. FastAPI finds the route and draws the documentation; bodies and answers are ours."""
+"""make_http_app: the routes of the HTTP API, the reading of bodies, and the response that runs a generation."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Protocol
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 import minivllm
 from minivllm.actors.metrics.prometheus import CONTENT_TYPE, render_prometheus
-from minivllm.actors.openai.http import openapi
-from minivllm.actors.openai.http.answers import JsonAnswer, StreamAnswer, WholeAnswer, error_answer
 from minivllm.actors.openai.http.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from minivllm.actors.openai.protocol import responses
 from minivllm.actors.openai.protocol.errors import (
     RequestTooLargeError,
     UnsupportedMediaTypeError,
+    error_response,
+    invalid_request,
     shorten,
+    to_api_error,
 )
-from minivllm.actors.openai.serving.chat import Chat
-from minivllm.actors.openai.serving.completions import Completion
+from minivllm.actors.openai.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from minivllm.actors.openai.protocol.sse import DONE, event
+from minivllm.actors.openai.serving.chat import chat_completion
+from minivllm.actors.openai.serving.completions import completion
+from minivllm.actors.openai.serving.generation import Generation
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.openai.serving.tokenize import detokenize, tokenize, tokenizer_info
-from minivllm.core.errors import InvalidRequestError, MinivllmError
+from minivllm.core.errors import InvalidRequestError
 
 DRAIN_TIMEOUT_S = 10.0
 DRAIN_BYTES = 256 * 1024**2
-"""A client reads our refusal only after it has sent its body: so much of one that is too large is read and dropped."""
 
-
-class Job(Protocol):
-    """A checked request of either kind."""
-
-    @property
-    def is_stream(self) -> bool: ...
-    async def whole(self) -> dict[str, Any]: ...
-    def chunks(self) -> AsyncGenerator[list[str], None]: ...
+_ERRORS = {
+    400: "The request is wrong; `param` names the field",
+    401: "No valid API key, where the server asks for one",
+    404: "No such model",
+    413: "The body is larger than `max_request_bytes`",
+    415: "The body is not declared as JSON",
+    429: "Too many requests wait; `Retry-After` says when to ask again",
+    500: "The server failed at this request",
+    503: "The model is loading, or the engine has failed",
+}
+_CHUNKS = (responses.CompletionChunk, responses.ChatCompletionChunk)
+_SCHEMAS = "#/components/schemas/{model}"
 
 
 def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -> FastAPI:
-    """The HTTP API of a service.
+    """Builds the HTTP API of a service.
 
     Args:
-        echo_request_id: off under Serve, whose proxy does it.
+        echo_request_id: False under Serve, whose proxy does it.
     """
     app = FastAPI(
         title="minivllm",
         version=minivllm.__version__,
         description="OpenAI-compatible API of minivllm.",
-        docs_url="/docs",
         redoc_url=None,
-        openapi_url="/openapi.json",
         redirect_slashes=False,
+        strict_content_type=False,  # _JsonRequest checks it
     )
+    app.state.max_request_bytes = service.args.max_request_bytes
+    app.router.route_class = ApiRoute
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(Exception, _on_error)
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
     _add_model_routes(app, service)
     _add_service_routes(app, service)
-    app.openapi = lambda: openapi.document(app)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(Exception, _on_error)
-    # The last one added is the first that a request meets.
+    _complete_openapi(app)
+    # The middleware added last runs first.
     if service.args.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=service.args.api_keys)
     if service.args.cors_origins:
@@ -82,58 +102,89 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_answer(error)
+    return error_response(error)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Routes
-# ----------------------------------------------------------------------------------------------------------------
+# ---- routes
+
+
+def _route(summary: str, response: Any, *statuses: int, **success: Any) -> dict[str, Any]:
+    """Returns the arguments that describe a route in openapi.json: `response` models a 200, `statuses` are errors."""
+    errors = {
+        status: {"model": responses.ErrorResponse, "description": _ERRORS[status]}
+        for status in sorted({401, 500, 503, *statuses})
+    }
+    # FastAPI adds its own 422, which this API never sends, unless a default is described.
+    default = {"model": responses.ErrorResponse, "description": "Any other error"}
+    return {
+        "summary": summary,
+        "response_model": response,
+        "responses": {200: {"description": "The response", **success}, **errors, "default": default},
+        "openapi_extra": {"security": [{}, {"bearer": []}]},
+    }
+
+
+def _stream_of(chunk: type[responses.ResponseModel]) -> dict[str, Any]:
+    """Describes the server-sent events that replace the JSON response when `stream` is true."""
+    reference = {"$ref": _SCHEMAS.format(model=chunk.__name__)}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": reference}
+    schema = {
+        "type": "object",
+        "description": f"server-sent events with a {chunk.__name__} each, then [DONE]; an error is an ErrorResponse",
+        "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
+    return {"text/event-stream": {"schema": schema}}
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    """Adds to openapi.json what FastAPI does not know: the chunks of streams and the optional API key."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        _, chunks = models_json_schema([(chunk, "serialization") for chunk in _CHUNKS], ref_template=_SCHEMAS)
+        document["components"]["schemas"].update(chunks["$defs"])
+        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+_BODY_ERRORS = (400, 404, 413, 415)
 
 
 def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/v1/completions", **openapi.completions())
-    async def create_completion(request: Request) -> Response:
-        return await _generate(service, request, Completion.prepare)
+    text = _stream_of(responses.CompletionChunk)
+    chat = _stream_of(responses.ChatCompletionChunk)
 
-    @app.post("/v1/chat/completions", **openapi.chat_completions())
-    async def create_chat_completion(request: Request) -> Response:
-        return await _generate(service, request, Chat.prepare)
+    @app.post(
+        "/v1/completions",
+        **_route("Complete a text", responses.CompletionResponse, *_BODY_ERRORS, 429, content=text),
+    )
+    async def create_completion(body: CompletionRequest) -> Response:
+        return GenerationResponse(await completion(service, body))
 
-
-async def _generate(
-    service: GenerationService, request: Request, prepare: Callable[[GenerationService, object], Awaitable[Job]]
-) -> Response:
-    try:
-        job = await prepare(service, await read_json(request, service.args.max_request_bytes))
-    except Exception as error:
-        return error_answer(error)
-    return StreamAnswer(job.chunks()) if job.is_stream else WholeAnswer(job.whole)
+    @app.post(
+        "/v1/chat/completions",
+        **_route("Answer in a chat", responses.ChatCompletionResponse, *_BODY_ERRORS, 429, content=chat),
+    )
+    async def create_chat_completion(body: ChatCompletionRequest) -> Response:
+        return GenerationResponse(await chat_completion(service, body))
 
 
 def _add_token_routes(app: FastAPI, service: GenerationService) -> None:
-    limit = service.args.max_request_bytes
+    @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, *_BODY_ERRORS))
+    async def create_tokens(body: TokenizeRequest) -> Response:
+        return JSONResponse(await tokenize(service, body))
 
-    @app.post("/tokenize", **openapi.tokenize())
-    async def create_tokens(request: Request) -> Response:
-        return await _answer(lambda fields: tokenize(service, fields), read_json(request, limit))
+    @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, *_BODY_ERRORS))
+    async def create_text(body: DetokenizeRequest) -> Response:
+        return JSONResponse(await detokenize(service, body))
 
-    @app.post("/detokenize", **openapi.detokenize())
-    async def create_text(request: Request) -> Response:
-        return await _answer(lambda fields: detokenize(service, fields), read_json(request, limit))
-
-    @app.get("/tokenizer_info", **openapi.tokenizer_info())
+    @app.get("/tokenizer_info", **_route("Special tokens and chat template", responses.TokenizerInfoResponse))
     async def describe_tokenizer() -> Response:
-        try:
-            return JsonAnswer(tokenizer_info(service))
-        except MinivllmError as error:
-            return error_answer(error)
-
-
-async def _answer(make: Callable[[object], Awaitable[dict[str, Any]]], fields: Awaitable[object]) -> Response:
-    try:
-        return JsonAnswer(await make(await fields))
-    except Exception as error:
-        return error_answer(error)
+        return JSONResponse(tokenizer_info(service))
 
 
 def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
@@ -146,90 +197,188 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
             "max_model_len": service.info.max_model_len,
         }
 
-    @app.get("/v1/models", **openapi.models())
+    @app.get("/v1/models", **_route("The served model", responses.ModelList))
     async def list_models() -> Response:
-        try:
-            return JsonAnswer({"object": "list", "data": [card()]})
-        except MinivllmError as error:
-            return error_answer(error)
+        return JSONResponse({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model:path}", **openapi.model())
+    @app.get("/v1/models/{model:path}", **_route("One model", responses.ModelCard, 404))
     async def retrieve_model(model: str) -> Response:
-        try:
-            service.check_model(model)
-            return JsonAnswer(card())
-        except MinivllmError as error:
-            return error_answer(error)
+        service.check_model(model)
+        return JSONResponse(card())
 
 
 def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
-    @app.get("/health", **openapi.health())
+    @app.get("/health", **_route("200 while the engine works", responses.HealthResponse))
     async def health() -> Response:
-        try:
-            await service.healthy_snapshot()
-        except Exception as error:
-            return error_answer(error)
-        return JsonAnswer({"status": "ok"})
+        await service.healthy_snapshot()
+        return JSONResponse({"status": "ok"})
 
-    @app.get("/version", **openapi.version())
+    @app.get("/version", **_route("Version of the server", responses.VersionResponse))
     async def version() -> Response:
-        return JsonAnswer({"version": minivllm.__version__})
+        return JSONResponse({"version": minivllm.__version__})
 
-    @app.get("/metrics", **openapi.metrics())
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        **_route("Figures of the engine in Prometheus' text format", None, content=text),
+    )
     async def metrics() -> Response:
         return PlainTextResponse(render_prometheus(await service.last_snapshot()), media_type=CONTENT_TYPE)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Bodies
-# ----------------------------------------------------------------------------------------------------------------
+# ---- bodies and errors
 
 
-async def read_json(request: Request, max_bytes: int) -> object:
-    """The body as JSON.
+class ApiRoute(APIRoute):
+    """A route that reads JSON within `max_request_bytes`, and answers every exception with an OpenAI error."""
 
-    Raises UnsupportedMediaTypeError, RequestTooLargeError (before parsing) or InvalidRequestError.
-    """
-    body = await _read_body(request, max_bytes)
-    declared = request.headers.get("content-type", "")
-    if not _is_json(declared):
-        raise UnsupportedMediaTypeError(
-            f"the body must be JSON, declared by 'Content-Type: application/json', not {shorten(declared)}"
-        )
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        has_body = self.body_field is not None
+
+        async def handle_with_errors(request: Request) -> Response:
+            try:
+                return await handle(await _JsonRequest.read(request) if has_body else request)
+            except RequestValidationError as error:
+                details = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]  # without "body"
+                return error_response(invalid_request(details))
+            except Exception as error:
+                return error_response(error)
+
+        return handle_with_errors
+
+
+class _JsonRequest(Request):
+    """A request whose body is read and parsed. FastAPI's own parser has no limit, and hides errors in a bare 400."""
+
+    content: object
+
+    @classmethod
+    async def read(cls, request: Request) -> _JsonRequest:
+        """Raises RequestTooLargeError, UnsupportedMediaTypeError or InvalidRequestError."""
+        body = await _read_body(request, request.app.state.max_request_bytes)
+        content_type = request.headers.get("content-type", "")
+        # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
+        media_type = content_type.partition(";")[0].strip().lower()
+        if not media_type.startswith("application/") or not media_type.endswith(("/json", "+json")):
+            raise UnsupportedMediaTypeError(
+                f"the body must be JSON, declared by 'Content-Type: application/json', not {shorten(content_type)}"
+            )
+        read = cls({**request.scope, "headers": ()}, request.receive)
+        try:
+            read.content = from_json(body)
+        except ValueError as error:
+            raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        if not isinstance(read.content, dict):
+            raise InvalidRequestError("the body must be a JSON object")
+        return read
+
+    async def body(self) -> bytes:
+        return b"{}"  # not empty: FastAPI then calls `json`
+
+    async def json(self) -> Any:
+        return self.content
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    parts = request.stream()
     try:
-        return from_json(body)
-    except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-
-
-def _is_json(content_type: str) -> bool:
-    """Anything else browsers send across origins unasked: a web page could use a server on its visitor's machine."""
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    announced = request.headers.get("content-length", "")
-    too_large = announced.isdecimal() and int(announced) > max_bytes
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(DRAIN_TIMEOUT_S if too_large else None) as limit:
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes and not too_large:
-                    too_large = True
-                    limit.reschedule(asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S)
-                if too_large:
-                    parts.clear()
-                    if size > DRAIN_BYTES:
-                        break
-                else:
-                    parts.append(part)
-    except TimeoutError:
-        pass
+        if not declared.isdecimal() or int(declared) <= max_bytes:
+            async for part in parts:
+                body += part
+                if len(body) > max_bytes:
+                    break
+            else:
+                return body
+        await _drain(parts)
     except ClientDisconnect:
-        raise InvalidRequestError("the client left while it was sending its request") from None
-    if too_large:
-        raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
-    return b"".join(parts)
+        raise InvalidRequestError("the client disconnected while it was sending its request") from None
+    raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
+
+
+async def _drain(parts: AsyncGenerator[bytes, None]) -> None:
+    """Drops the rest of a too large body: clients read the response only after they have sent all of it."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            async for part in parts:
+                size += len(part)
+                if size > DRAIN_BYTES:
+                    return
+
+
+# ---- responses of generations
+
+_EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """Runs a generation while it sends the result; a client that disconnects aborts it, streamed or not.
+
+    The status of a stream is sent with its first chunk, so that an error before it has a status of its own. A later
+    error is an event, followed by `[DONE]`.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = []
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        run = self._run_stream if self._generation.is_stream else self._run
+        await _run_until_disconnect(receive, run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response: Response = JSONResponse(await self._generation.response())
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _run_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+        last = DONE
+        async with contextlib.aclosing(self._generation.stream()) as stream:
+            try:
+                async for chunks in stream:
+                    if not is_started:
+                        is_started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+                    body = "".join(map(event, chunks)).encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except Exception as error:
+                if not is_started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                last = event(json.dumps(to_api_error(error).body())).encode() + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work`, or cancels it when the client disconnects. Serve also cancels the call; other servers do not."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and watcher.exception() is not None:
+            await asyncio.wait((task,))  # without a watcher the work goes on
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: the check of its key, and its id on the way out. Plain ASGI."""
+"""ASGI middleware: API keys and request ids."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import hmac
 import uuid
 from collections.abc import Iterable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.actors.openai.http.answers import error_answer
-from minivllm.actors.openai.protocol.errors import UnauthorizedError
+from minivllm.actors.openai.protocol.errors import UnauthorizedError, error_response
 
 OPEN_PATHS = frozenset({"/health"})
 
 
 class ApiKeyMiddleware:
-    """Lets in who carries one of the keys as bearer token; `/health` is open.
+    """Requires one of the keys as bearer token, except for `/health`.
 
-    Keys are compared by their digests, all of them, every time: how long it takes says nothing of how close one was.
+    Compares the digests of all keys every time, so that the time taken shows nothing about them.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
@@ -30,49 +30,41 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             error = UnauthorizedError("an API key is needed: send the header 'Authorization: Bearer KEY'")
-            await error_answer(error)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     def _is_known(self, scope: Scope) -> bool:
-        token = _bearer_token(scope)
-        given = _digest(token)
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return bool(token) and any(matches)
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        token = token.strip(" ")
+        digest = _digest(token.encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and bool(token) and any(matches)
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _bearer_token(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, token = value.partition(b" ")
-            return bytes(token.strip()) if scheme.lower() == b"bearer" else b""
-    return b""
-
-
 def _path(scope: Scope) -> str:
-    """The path below where the application is mounted."""
+    """Returns the path below the mount point of the application."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 class RequestIdMiddleware:
-    """Echoes `X-Request-Id`, or makes one up. Only for servers that do not do it themselves: Serve's proxy does."""
+    """Echoes `X-Request-Id`, or generates one. Serve's proxy does the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = (value for name, value in scope.get("headers", ()) if name == b"x-request-id")
-        request_id = next(given, None) or str(uuid.uuid4()).encode()
+        request_id = Headers(raw=scope.get("headers", [])).get("x-request-id") or str(uuid.uuid4())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -1,7 +1,7 @@
-"""Every failure as an OpenAI error: `{"error": {"message", "type", "param", "code"}}` and an HTTP status.
+"""Maps every exception to an OpenAI error: `{"error": {"message", "type", "param", "code"}}` and an HTTP status.
 
-What a client sees is decided here and nowhere else: messages of our own typed errors are written for clients, those of
-any other exception may tell of paths and internals and are only logged.
+Messages of our typed errors are written for clients. Those of other exceptions may contain paths and internals, so they
+are only logged.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
 
 from minivllm.core.errors import (
     EngineDeadError,
@@ -32,13 +31,16 @@ MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT = 200
 MAX_MESSAGE = 4000
 
+ENGINE_DEAD = "the engine has failed or cannot be reached; it is being replaced, try again soon"
+"""Replaces the message of an EngineDeadError, which quotes the fault; the engine's log has it."""
+
 
 class ModelNotFoundError(InvalidRequestError):
-    """The request names a model that we do not serve."""
+    """The request names a model other than the served one."""
 
 
 class UnauthorizedError(MinivllmError):
-    """The request carries none of the API keys."""
+    """The request has no valid API key."""
 
 
 class RequestTooLargeError(MinivllmError):
@@ -46,7 +48,7 @@ class RequestTooLargeError(MinivllmError):
 
 
 class UnsupportedMediaTypeError(MinivllmError):
-    """The body is not declared as JSON."""
+    """The content type of the body is not JSON."""
 
 
 class ServiceLoadingError(MinivllmError):
@@ -54,90 +56,89 @@ class ServiceLoadingError(MinivllmError):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorAnswer:
-    """What goes over the wire. `headers` are in lower case."""
+class ApiError:
+    """An error in the API's form. `headers` are in lower case."""
 
     status: int
     message: str
     type: str
     param: str | None = None
     code: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """The JSON object; `code` and `param` are there even when they are null."""
-        return {
-            "error": {
-                "message": cut(self.message, MAX_MESSAGE),
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        """Returns the JSON object; it contains `param` and `code` even when they are null."""
+        message = cut(self.message, MAX_MESSAGE)
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-ENGINE_GONE = "the engine has failed or cannot be reached; it is being replaced, try again soon"
-"""In place of an EngineDeadError's own words, which quote the fault: they are in the engine's log."""
+def error_response(error: BaseException) -> Response:
+    """Returns the HTTP response for `error`."""
+    api_error = to_api_error(error)
+    return JSONResponse(api_error.body(), api_error.status, headers=api_error.headers)
 
 
-def answer_for(error: BaseException) -> ErrorAnswer:
-    """What tells a client of `error`. An unexpected one is logged with its traceback and becomes a bare 500."""
-    if isinstance(error, EngineOverloadedError):
-        retry_after = str(max(1, math.ceil(error.retry_after_s)))
-        return ErrorAnswer(
-            429, error.message, "rate_limit_error", code="engine_overloaded", headers={"retry-after": retry_after}
-        )
-    if isinstance(error, InvalidRequestError):
-        return _refusal(error)
-    if isinstance(error, HTTPException):
-        return _http_answer(error)
-    for kind, status, error_type, code, headers in _TYPED:
-        if isinstance(error, kind):
-            message = ENGINE_GONE if kind is EngineDeadError else str(error)
-            return ErrorAnswer(status, message, error_type, code=code, headers=dict(headers))
-    logger.error("a request failed for a reason nobody foresaw", exc_info=error)
-    return ErrorAnswer(500, "internal server error", "server_error", code="internal_error")
+def to_api_error(error: BaseException) -> ApiError:
+    """Returns what a client sees of `error`. Logs an unexpected one with its traceback."""
+    match error:
+        case ModelNotFoundError():
+            return ApiError(404, error.message, "invalid_request_error", error.param, "model_not_found")
+        case InvalidRequestError():
+            default = "context_length_exceeded" if isinstance(error, NeverFitsError) else None
+            code = getattr(error, "code", default)
+            return ApiError(400, error.message, "invalid_request_error", error.param, code)
+        case EngineOverloadedError():
+            headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+            return ApiError(429, error.message, "rate_limit_error", code="engine_overloaded", headers=headers)
+        case UnauthorizedError():
+            headers = {"www-authenticate": "Bearer"}
+            return ApiError(401, error.message, "authentication_error", code="invalid_api_key", headers=headers)
+        case RequestTooLargeError():
+            return ApiError(413, error.message, "invalid_request_error", code="request_too_large")
+        case UnsupportedMediaTypeError():
+            return ApiError(415, error.message, "invalid_request_error", code="unsupported_media_type")
+        case ServiceLoadingError():
+            headers = {"retry-after": "2"}
+            return ApiError(503, error.message, "service_unavailable", code="loading", headers=headers)
+        case EngineDeadError():
+            headers = {"retry-after": "5"}
+            return ApiError(503, ENGINE_DEAD, "service_unavailable", code="engine_unavailable", headers=headers)
+        case RequestFailedError():
+            return ApiError(500, error.message, "server_error", code="request_failed")
+        case HTTPException():
+            return _http_error(error)
+    logger.error("a request failed with an unexpected exception", exc_info=error)
+    return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-_TYPED: tuple[tuple[type[MinivllmError], int, str, str, tuple[tuple[str, str], ...]], ...] = (
-    (UnauthorizedError, 401, "authentication_error", "invalid_api_key", (("www-authenticate", "Bearer"),)),
-    (RequestTooLargeError, 413, "invalid_request_error", "request_too_large", ()),
-    (UnsupportedMediaTypeError, 415, "invalid_request_error", "unsupported_media_type", ()),
-    (ServiceLoadingError, 503, "service_unavailable", "loading", (("retry-after", "2"),)),
-    (EngineDeadError, 503, "service_unavailable", "engine_unavailable", (("retry-after", "5"),)),
-    (RequestFailedError, 500, "server_error", "request_failed", ()),
+def _http_error(error: HTTPException) -> ApiError:
+    """The router raises these for unknown paths and methods."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    return ApiError(error.status_code, str(error.detail), kind, code=code, headers=headers)
+
+
+# ---- validation errors of pydantic
+
+_HIDDEN = object()
+# pydantic's paths contain the branches of unions between the names of fields; clients never wrote these.
+_UNION_BRANCHES = frozenset(
+    {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
 )
 
 
-def _refusal(error: InvalidRequestError) -> ErrorAnswer:
-    if isinstance(error, ModelNotFoundError):
-        return ErrorAnswer(404, error.message, "invalid_request_error", error.param, "model_not_found")
-    code = getattr(error, "code", None)
-    if code is None and isinstance(error, NeverFitsError):
-        code = "context_length_exceeded"
-    return ErrorAnswer(400, error.message, "invalid_request_error", error.param, code)
+def wrong_field(param: str, reason: str, **details: Any) -> InvalidRequestError:
+    """Returns the error of one field, whose message begins with its name."""
+    return InvalidRequestError(f"{param}: {reason}", param=param, **details)
 
 
-def _http_answer(error: HTTPException) -> ErrorAnswer:
-    """Unknown paths and methods, which the router raises itself."""
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-    return ErrorAnswer(error.status_code, str(error.detail), kind, code=codes.get(error.status_code), headers=headers)
+def invalid_request(details: Sequence[Any], renamed: Mapping[str, str] | None = None) -> InvalidRequestError:
+    """Converts the error details of a ValidationError to one InvalidRequestError; `param` is the first wrong field.
 
-
-# ----------------------------------------------------------------------------------------------------------------
-# Validation errors of pydantic
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def invalid_request(error: ValidationError, renamed: dict[str, str] | None = None) -> InvalidRequestError:
-    """One InvalidRequestError for all that pydantic found wrong; `param` is the first field at fault.
-
-    `renamed` maps fields of the model that refused to what the client called them.
+    `renamed` maps fields of the validated model to fields of the API.
     """
     merged: dict[str, tuple[list[str], Any]] = {}
-    details = error.errors(include_url=False, include_context=False)
     for detail in details:
         path, reason, value = _path_and_reason(detail, renamed or {})
         reasons, _ = merged.setdefault(path, ([], value))
@@ -151,69 +152,56 @@ def invalid_request(error: ValidationError, renamed: dict[str, str] | None = Non
 
 
 def _line(path: str, reasons: Sequence[str], value: Any) -> str:
-    text = ", or ".join(reasons)
-    shown = "" if value is _NOTHING_TO_SHOW else f" (got {shorten(value)})"
-    return f"{path}: {text}{shown}" if path else f"{text}{shown}"
+    shown = "" if value is _HIDDEN else f" (got {shorten(value)})"
+    return (f"{path}: " if path else "") + ", or ".join(reasons) + shown
 
 
-_NOTHING_TO_SHOW = object()
-# Branches of a union stand in pydantic's paths beside the names of fields; clients never wrote these.
-_UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
-)
-
-
-def _path_and_reason(detail: ErrorDetails, renamed: dict[str, str]) -> tuple[str, str, Any]:
+def _path_and_reason(detail: Any, renamed: Mapping[str, str]) -> tuple[str, str, Any]:
     path = field_path(part for part in detail["loc"] if isinstance(part, int) or not _is_branch(part))
-    is_no_object = detail["type"] in ("model_type", "model_attributes_type")
-    reason = (
-        "should be an object" if is_no_object else detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    )
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        reason = "should be an object"
+    else:
+        reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if not path:
-        # Checks across fields have no place of their own: by our custom they begin with the field's name.
+        # Messages of checks across fields begin with the name of the field.
         name, colon, rest = reason.partition(": ")
         if colon and name.isidentifier():
-            return renamed.get(name, name), rest, _NOTHING_TO_SHOW
+            return renamed.get(name, name), rest, _HIDDEN
+        return "", reason, _HIDDEN
     top, dot, rest = path.partition(".")
-    value = _NOTHING_TO_SHOW if detail["type"] == "missing" or not path else detail["input"]
+    value = _HIDDEN if detail["type"] == "missing" else detail["input"]
     return renamed.get(top, top) + dot + rest, reason, value
 
 
 def _is_branch(part: str) -> bool:
-    return part in _UNION_BRANCHES or "[" in part or part[:1].isupper()  # names of models
+    return part in _UNION_BRANCHES or "[" in part or part[:1].isupper()  # the latter are names of models
 
 
 def field_path(parts: Iterable[str | int]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """Formats `("messages", 0, "role")` as `messages[0].role`."""
     text = ""
     for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{cut(part, 100)}" if text else cut(part, 100)
     return text
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Cutting what is shown
-# ----------------------------------------------------------------------------------------------------------------
+# ---- truncation of shown values
 
-
-def _make_shortener() -> reprlib.Repr:
-    shortener = reprlib.Repr()
-    shortener.maxstring = shortener.maxother = shortener.maxlong = MAX_SHOWN_INPUT
-    shortener.maxlist = shortener.maxtuple = shortener.maxdict = 6
-    shortener.maxlevel = 3
-    return shortener
-
-
-_shortener = _make_shortener()
+_shortener = reprlib.Repr()
+_shortener.maxlevel = 3
+_shortener.maxdict = _shortener.maxlist = _shortener.maxtuple = 6
+_shortener.maxlong = _shortener.maxstring = _shortener.maxother = MAX_SHOWN_INPUT
+_MAX_PRINTED_BITS = 1000
+"""Python refuses to print integers above 4300 digits."""
 
 
 def shorten(value: Any) -> str:
-    """`value` as text of at most 200 characters, without first writing out all of a giant one."""
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return "a very large integer"  # Python refuses to print those above 4300 digits
+    """Returns at most 200 characters of `repr(value)`, without formatting all of a large value."""
+    if isinstance(value, int) and value.bit_length() > _MAX_PRINTED_BITS:
+        return "a very large integer"
     return cut(_shortener.repr(value), MAX_SHOWN_INPUT)
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`, and the end of a cut one is marked."""
+    """Returns at most `limit` characters of `text`; a truncated one ends in three dots."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

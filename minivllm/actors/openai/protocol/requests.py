@@ -1,14 +1,281 @@
-"""The bodies of all requests, as pydantic models."""
+"""Request bodies as pydantic models, and their conversion to SamplingParams."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+import annotated_types
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
-from minivllm.actors.openai.protocol.fields import GenerationBody, RequestBody, TokenIds, like_sampling
-from minivllm.core.sampling_params import MAX_LOGPROBS
+from minivllm.actors.openai.protocol.errors import invalid_request, shorten, wrong_field
+from minivllm.core.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutput
+
+DEFAULT_MAX_TOKENS = 16
+"""Default of `max_tokens` in /v1/completions, as in OpenAI's API."""
+
+Body = TypeVar("Body", bound="RequestBody")
+
+# fail_fast: one error for a long list of invalid items.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def sampling_field(name: str, description: str) -> Any:
+    """Returns an optional field with the bounds of the same field of SamplingParams."""
+    bounds: dict[str, Any] = {}
+    for limit in SamplingParams.model_fields[name].metadata:
+        if isinstance(limit, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt):
+            attribute = type(limit).__name__.lower()
+            bounds[attribute] = getattr(limit, attribute)
+    return Field(None, description=description, **bounds)
+
+
+class StrictModel(BaseModel):
+    """Types are strict: `"1"` is not a number."""
+
+    model_config = ConfigDict(strict=True, protected_namespaces=(), validate_by_name=True, validate_by_alias=True)
+
+
+class RequestBody(StrictModel):
+    """Base of all bodies: unknown fields are ignored, and null means absent."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known fields of the API that this server does not support, with the values that change nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unsupported(cls, fields: object) -> object:
+        if not isinstance(fields, Mapping):
+            raise ValueError("the body must be a JSON object")
+        for name, neutral in cls.unsupported.items():
+            value = fields.get(name)
+            if value is not None and value not in neutral:
+                raise ValueError(f"{name}: not supported by this server (got {shorten(value)})")
+        return fields
+
+
+def parse(kind: type[Body], fields: object) -> Body:
+    """Validates the body of a handle call; FastAPI does the same for HTTP. Raises InvalidRequestError."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_request(error.errors(include_url=False, include_context=False)) from None
+
+
+# ---- structured output
+
+
+def _grammar(
+    json_schema: object = None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> StructuredOutput | None:
+    """Returns the first grammar given. A JSON schema may be an object or text."""
+    if json_schema is not None:
+        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+        return StructuredOutput(kind="json_schema", value=text)
+    if regex is not None:
+        return StructuredOutput(kind="regex", value=regex)
+    if choice is not None:
+        return StructuredOutput(kind="choice", value=json.dumps(choice))
+    return None if grammar is None else StructuredOutput(kind="grammar", value=grammar)
+
+
+class JsonSchemaFormat(StrictModel):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type json_schema needs the field json_schema")
+        return self
+
+    def structured(self) -> StructuredOutput | None:
+        if self.type == "json_object":
+            return StructuredOutput(kind="json_object")
+        if self.type == "json_schema" and self.json_schema is not None:
+            return _grammar(self.json_schema.schema_)
+        return None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's `structured_outputs`: exactly one of the fields."""
+
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
+        return self
+
+    def structured(self) -> StructuredOutput:
+        grammar = _grammar(self.json_, self.regex, self.choice, self.grammar)
+        return StructuredOutput(kind="json_object") if grammar is None else grammar
+
+
+# ---- completions and chat completions
+
+_TOKEN_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
+_LOGIT_BIAS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        {"type": "null"},
+    ],
+    "description": "token id -> bias added to its logit",
+}
+_STOP_SCHEMA: Any = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
+        {"type": "null"},
+    ]
+}
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(None, description="one more chunk with the usage, before [DONE]")
+    continuous_usage_stats: bool | None = Field(None, description="the usage so far in every chunk")
+
+
+class GenerationBody(RequestBody):
+    """Fields of both completions and chat completions: OpenAI's API with vLLM's extensions."""
+
+    model: str | None = Field(None, description="the served model; optional")
+    n: int | None = sampling_field("n", "samples per prompt")
+    temperature: float | None = sampling_field("temperature", "0 is greedy")
+    top_p: float | None = sampling_field("top_p", "probability mass of the most likely tokens to sample from")
+    top_k: int | None = sampling_field("top_k", "number of most likely tokens to sample from; -1 and 0 disable it")
+    min_p: float | None = sampling_field("min_p", "least probability, relative to the most likely token")
+    presence_penalty: float | None = sampling_field("presence_penalty", "subtracted once from logits of output tokens")
+    frequency_penalty: float | None = sampling_field("frequency_penalty", "subtracted per occurrence")
+    repetition_penalty: float | None = sampling_field("repetition_penalty", "divides logits of tokens already seen")
+    logit_bias: Annotated[dict[str, float] | None, WithJsonSchema(_LOGIT_BIAS_SCHEMA)] = None
+    seed: int | None = sampling_field("seed", "makes sampling repeatable; choice k of n uses seed + k")
+    min_tokens: int | None = sampling_field("min_tokens", "output tokens before EOS or a stop token may end it")
+    stop: str | Texts | None = Field(None, description="texts that end the output", json_schema_extra=_STOP_SCHEMA)
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="only together with stream")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower goes first")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="prefixes are shared among requests with the same salt"
+    )
+    user: str | None = Field(None, description="accepted and not used")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "detokenize": (True,),
+        "early_stopping": (False,),
+        "guided_whitespace_pattern": (),
+        "kv_transfer_params": (),
+        "length_penalty": (1,),
+        "logits_processors": ([],),
+        "prompt_embeds": (),
+        "prompt_logprobs": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "service_tier": ("auto", "default"),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+    }
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def structured(self) -> tuple[StructuredOutput | None, str]:
+        """Returns the grammar and the name of the field that asks for it. Raises InvalidRequestError for several."""
+        asked = {
+            "response_format": None if self.response_format is None else self.response_format.structured(),
+            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
+            "guided_json": _grammar(json_schema=self.guided_json),
+            "guided_regex": _grammar(regex=self.guided_regex),
+            "guided_choice": _grammar(choice=self.guided_choice),
+            "guided_grammar": _grammar(grammar=self.guided_grammar),
+        }
+        names = [name for name, grammar in asked.items() if grammar is not None]
+        if len(names) > 1:
+            raise wrong_field(names[1], f"{' and '.join(names)} exclude each other")
+        return (asked[names[0]], names[0]) if names else (None, "response_format")
+
+    def _sampling_params(
+        self, defaults: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **computed: Any
+    ) -> SamplingParams:
+        """Converts the sampling fields.
+
+        Args:
+            defaults: SamplingParams fields from the model's generation_config, for fields that are absent.
+            renamed: SamplingParams field -> the field of this API it comes from, for errors.
+            computed: SamplingParams fields without a field of the same name and meaning in the API.
+
+        Raises InvalidRequestError naming the field of this API.
+        """
+        values: dict[str, Any] = dict(defaults)
+        for name in _SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        if self.logit_bias:
+            values["logit_bias"] = self._logit_bias_by_id(self.logit_bias)
+        try:
+            return SamplingParams(**(values | computed))
+        except ValidationError as error:
+            raise invalid_request(error.errors(include_url=False, include_context=False), renamed) from None
+
+    @staticmethod
+    def _logit_bias_by_id(biases: Mapping[str, float]) -> dict[int, float]:
+        """JSON object keys are strings: `{"5": 1}` becomes `{5: 1}`."""
+        for key in biases:
+            if not _TOKEN_ID.fullmatch(key):
+                raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
+        return {int(key): bias for key, bias in biases.items()}
+
+
+_SAMPLING_FIELDS = sorted(GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"})
+"""Fields with the same name and meaning as in SamplingParams."""
 
 _TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
@@ -20,6 +287,51 @@ _PROMPT_SCHEMA = {
         {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
     ],
 }
+
+
+class CompletionRequest(GenerationBody):
+    """Body of `POST /v1/completions`."""
+
+    # Checked in serving/completions.py: pydantic's union reports an error per branch and token of a long prompt.
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = Field(None, ge=0, description="default 16; 0 only with echo, to score the prompt")
+    logprobs: int | None = sampling_field("logprobs", "log probabilities of each token and of this many most likely")
+    echo: bool | None = Field(None, description="put the prompt before the output")
+    add_special_tokens: bool | None = Field(None, description="such as BOS before a text prompt; default true")
+    best_of: int | None = Field(None, description="only the value of n")
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**GenerationBody.unsupported, "suffix": ("",)}
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of: not supported by this server, except with the value of n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: must be at least 1 (0 only scores a prompt, together with echo)")
+        return self
+
+    def to_sampling_params(self, defaults: Mapping[str, Any], grammar: StructuredOutput | None) -> SamplingParams:
+        scores_prompt = self.echo and (self.logprobs is not None or self.max_tokens == 0)
+        return self._sampling_params(
+            defaults,
+            max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=(self.logprobs or 0) if scores_prompt else None,
+            structured_output=grammar,
+        )
+
+
+class FunctionCall(StrictModel):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(StrictModel):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 _CONTENT_SCHEMA = {
     "description": "a text, or text parts that are joined",
     "anyOf": [
@@ -37,49 +349,10 @@ _CONTENT_SCHEMA = {
 }
 
 
-class CompletionRequest(GenerationBody):
-    """Body of `POST /v1/completions`."""
+class ChatMessage(StrictModel):
+    """One message of the conversation. Unknown fields are passed to the chat template."""
 
-    # Checked by our own code: pydantic's union would report every branch, for every token of a long prompt.
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int | None = Field(None, ge=0, description="default 16; 0 only with echo, to score the prompt")
-    logprobs: int | None = like_sampling("logprobs", "log probabilities of the tokens and of so many likeliest")
-    echo: bool | None = Field(None, description="the prompt stands before the output")
-    add_special_tokens: bool | None = Field(None, description="such as BOS before a text prompt; default true")
-    best_of: int | None = Field(None, description="only the value of n")
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of: not supported by this server, except with the value of n")
-        if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: must be at least 1 (0 only scores a prompt, together with echo)")
-        return self
-
-    @classmethod
-    def unsupported(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {**super().unsupported(), "suffix": ("",)}
-
-
-class FunctionCall(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(BaseModel):
-    """One message of the history. Unknown fields reach the template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)] = None
@@ -88,31 +361,23 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-class FunctionDefinition(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class FunctionDefinition(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Tool(StrictModel):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class NamedFunction(StrictModel):
     name: str
 
 
-class NamedToolChoice(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class NamedToolChoice(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
@@ -121,8 +386,8 @@ class ChatCompletionRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="default: as far as the context reaches")
-    max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens, and before it")
+    max_tokens: int | None = Field(None, ge=1, description="default: up to the context length")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens; takes precedence")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="only together with logprobs")
     tools: list[Tool] | None = Field(None, max_length=128)
@@ -132,7 +397,24 @@ class ChatCompletionRequest(GenerationBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = Field(None, description="besides those of the template; default false")
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = Field(None, description="for templates that know them")
+    documents: list[dict[str, Any]] | None = Field(None, description="for templates that use them")
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationBody.unsupported,
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "mm_processor_kwargs": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "store": (False,),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -142,26 +424,20 @@ class ChatCompletionRequest(GenerationBody):
             raise ValueError("continue_final_message: excludes add_generation_prompt")
         return self
 
-    @classmethod
-    def unsupported(cls) -> Mapping[str, tuple[Any, ...]]:
-        return {**super().unsupported(), **_UNSUPPORTED_IN_CHAT}
+    def to_sampling_params(self, defaults: Mapping[str, Any], grammar: StructuredOutput | None) -> SamplingParams:
+        """`grammar` constrains the output: that of `structured()`, or of a forced tool call."""
+        newer = self.max_completion_tokens
+        max_tokens = newer if newer is not None else self.max_tokens
+        return self._sampling_params(
+            defaults,
+            renamed={} if newer is None else {"max_tokens": "max_completion_tokens"},
+            max_tokens=defaults.get("max_tokens") if max_tokens is None else max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            structured_output=grammar,
+        )
 
 
-_UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "store": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+# ---- tokenizer routes
 
 
 class TokenizeRequest(RequestBody):

@@ -1,53 +1,53 @@
-"""The shapes of all answers, for openapi.json. Answers are built as plain dicts; tests hold them against these."""
+"""Schemas of all responses, for openapi.json. Responses are built as plain dicts; tests validate them against these."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorResponse(Answer):
+class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
-class UsageInfo(Answer):
+class UsageInfo(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class CompletionLogprobsInfo(Answer):
+class CompletionLogprobsInfo(ResponseModel):
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobsInfo | None
     finish_reason: Literal["stop", "length"]
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -60,7 +60,7 @@ class CompletionChunkChoice(CompletionChoice):
     finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -69,7 +69,7 @@ class CompletionChunk(Answer):
     usage: UsageInfo | None = None
 
 
-class TokenAlternative(Answer):
+class TokenAlternative(ResponseModel):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -79,35 +79,35 @@ class ChatTokenLogprob(TokenAlternative):
     top_logprobs: list[TokenAlternative]
 
 
-class ChatLogprobsInfo(Answer):
+class ChatLogprobsInfo(ResponseModel):
     content: list[ChatTokenLogprob]
 
 
-class CalledFunction(Answer):
+class CalledFunction(ResponseModel):
     name: str
     arguments: str
 
 
-class CalledTool(Answer):
+class CalledTool(ResponseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     tool_calls: list[CalledTool] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobsInfo | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletionResponse(Answer):
+class ChatCompletionResponse(ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -116,32 +116,32 @@ class ChatCompletionResponse(Answer):
     usage: UsageInfo
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(ResponseModel):
     name: str | None = None
     arguments: str
 
 
-class ToolDelta(Answer):
+class ToolDelta(ResponseModel):
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionDelta
 
 
-class MessageDelta(Answer):
+class MessageDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolDelta] | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(ResponseModel):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobsInfo | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(ResponseModel):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -150,7 +150,7 @@ class ChatCompletionChunk(Answer):
     usage: UsageInfo | None = None
 
 
-class ModelCard(Answer):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -158,23 +158,23 @@ class ModelCard(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeResponse(Answer):
+class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class DetokenizeResponse(Answer):
+class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
-class TokenizerInfoResponse(Answer):
+class TokenizerInfoResponse(ResponseModel):
     tokenizer_class: str
     vocab_size: int
     model_max_length: int
@@ -185,35 +185,9 @@ class TokenizerInfoResponse(Answer):
     chat_template: str | None
 
 
-class HealthResponse(Answer):
+class HealthResponse(ResponseModel):
     status: Literal["ok"]
 
 
-class VersionResponse(Answer):
+class VersionResponse(ResponseModel):
     version: str
-
-
-def schemas() -> dict[str, Any]:
-    """All of them as JSON schemas, by name, as they stand in openapi.json."""
-    from pydantic.json_schema import models_json_schema
-
-    kinds = [
-        (kind, "serialization")
-        for kind in (
-            ErrorResponse,
-            CompletionResponse,
-            CompletionChunk,
-            ChatCompletionResponse,
-            ChatCompletionChunk,
-            ModelCard,
-            ModelList,
-            TokenizeResponse,
-            DetokenizeResponse,
-            TokenizerInfoResponse,
-            HealthResponse,
-            VersionResponse,
-        )
-    ]
-    _, document = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    definitions: dict[str, Any] = document["$defs"]
-    return definitions

@@ -1,4 +1,4 @@
-"""Chunks of a stream as JSON text, built from parts so that a token costs one string and no walk through objects."""
+"""Server-sent events: chunks of a stream as JSON text, formatted from parts, which is faster than `json.dumps`."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from typing import Any
 DONE = b"data: [DONE]\n\n"
 
 quote = encode_basestring_ascii
-"""A JSON string of ASCII only: some clients split lines at U+2028 and its like, which JSON would allow unescaped."""
+"""Formats a JSON string in ASCII: some clients split lines at U+2028, which JSON allows unescaped."""
 
 
 def event(data: str) -> str:
-    """One server-sent event."""
+    """Formats one server-sent event."""
     return f"data: {data}\n\n"
 
 
 class ChunkWriter:
-    """Writes the chunks of one answer. What never changes between them is written once, here.
+    """Formats the chunks of one stream. Formats what they have in common once.
 
     Args:
-        answer_id, kind, created, model: the fields of every chunk.
+        response_id, kind, created, model: the fields of every chunk.
         announces_usage: with `include_usage`, every chunk but the last has `"usage": null`.
     """
 
     __slots__ = ("_head", "_tail")
 
-    def __init__(self, answer_id: str, kind: str, created: int, model: str, *, announces_usage: bool) -> None:
+    def __init__(self, response_id: str, kind: str, created: int, model: str, *, announces_usage: bool) -> None:
         self._head = (
-            f'{{"id":{quote(answer_id)},"object":{quote(kind)},"created":{created},"model":{quote(model)},"choices":['
+            f'{{"id":{quote(response_id)},"object":{quote(kind)},"created":{created},"model":{quote(model)},"choices":['
         )
         self._tail = '],"usage":null}' if announces_usage else "]}"
 
     def text(
         self, index: int, text: str, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
     ) -> str:
-        """A chunk of /v1/completions."""
-        return self._close(f'{{"index":{index},"text":{quote(text)},{_ending(logprobs, finish_reason)}', usage)
+        """Formats a chunk of /v1/completions."""
+        return self._chunk(f'{{"index":{index},"text":{quote(text)},{_ending(logprobs, finish_reason)}', usage)
 
     def content(
         self, index: int, text: str, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
     ) -> str:
-        """A chunk of /v1/chat/completions with text only; without text the delta is empty."""
+        """Formats a chunk of /v1/chat/completions with text only; without text the delta is empty."""
         delta = f'{{"content":{quote(text)}}}' if text else "{}"
-        return self._close(f'{{"index":{index},"delta":{delta},{_ending(logprobs, finish_reason)}', usage)
+        return self._chunk(f'{{"index":{index},"delta":{delta},{_ending(logprobs, finish_reason)}', usage)
 
     def delta(
         self, index: int, delta: Any, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
     ) -> str:
-        """A chunk of /v1/chat/completions with any delta."""
-        return self._close(f'{{"index":{index},"delta":{json.dumps(delta)},{_ending(logprobs, finish_reason)}', usage)
+        """Formats a chunk of /v1/chat/completions with any delta."""
+        return self._chunk(f'{{"index":{index},"delta":{json.dumps(delta)},{_ending(logprobs, finish_reason)}', usage)
 
     def usage(self, usage: Any) -> str:
-        """The last chunk under `include_usage`: no choices."""
-        return self._close("", usage)
+        """Formats the last chunk under `include_usage`, which has no choices."""
+        return self._chunk("", usage)
 
-    def _close(self, choice: str, usage: Any) -> str:
+    def _chunk(self, choice: str, usage: Any) -> str:
         tail = self._tail if usage is None else f'],"usage":{json.dumps(usage)}}}'
         return self._head + choice + tail
 

@@ -1,38 +1,37 @@
-"""Generation: one request of a client on its way through the engine, from token ids to deltas of text.
+"""Generation: a checked request of a client, from token ids to its response or to the chunks of its stream.
 
-A request may have several prompts, each with n samples; choice `prompt x n + k` is sample k of it. They begin together,
-and however the iteration ends, all that still runs is aborted.
+A request has one or several prompts, each with n samples; choice `prompt * n + k` is sample k of that prompt. Each
+prompt is one request to the engine. They are submitted together and closed together, which aborts those still running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
+from minivllm.actors.openai.protocol.errors import wrong_field
+from minivllm.actors.openai.protocol.requests import GenerationBody
+from minivllm.actors.openai.protocol.sse import ChunkWriter
+from minivllm.actors.openai.serving.service import EngineApi, GenerationService
+from minivllm.actors.transport.messages import GenerateRequest
+from minivllm.actors.transport.output_router import RequestStream
 from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
 from minivllm.core.text.detokenizer import IncrementalDetokenizer
 
-
-class EngineApi(Protocol):
-    """What this layer needs of an engine. `actors.engine_client.EngineClient` is one; tests have one without Ray."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[list[RequestOutput], None]: ...
-    async def abort(self, request_id: str, index: int | None = None) -> None: ...
-    async def info(self) -> EngineInfo: ...
-    async def stats(self) -> EngineSnapshot: ...
-    def count_never_fits(self) -> None: ...
+_GRAMMAR_PARAMS = frozenset({"response_format", "structured_outputs"})
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its tokens, and the text it came from if it came as text."""
+    """Token ids of a prompt, and its text if it came as text."""
 
     token_ids: list[int]
     text: str | None = None
@@ -40,171 +39,216 @@ class Prompt:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new of one choice. `finish_reason` is set in its last delta."""
+    """New text of one choice. `finish_reason` is set in its last delta."""
 
     index: int
     text: str
-    token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs]
+    """Of all prompt tokens but the first, if requested; complete in the first delta."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     hides_last_token: bool = False
     """The last token is a stop token whose text was left out."""
 
 
-@dataclass(slots=True)
+class Choice(Protocol):
+    """One choice of a response. Takes all of its deltas by one of two methods."""
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Collects a delta for `to_dict`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the choice in the API's form."""
+
+    def chunks(self, delta: ChoiceDelta, writer: ChunkWriter, usage: dict[str, Any] | None) -> list[str]:
+        """Formats a delta as chunks of a stream."""
+
+
+@dataclass(slots=True, eq=False)
 class _PromptState:
-    """What is known of one prompt and its samples."""
+    """One prompt in the engine, with the detokenizers of its samples."""
 
     request: GenerateRequest
     first_index: int
-    texts: list[IncrementalDetokenizer]
+    detokenizers: list[IncrementalDetokenizer]
     open_samples: set[int]
-    ended_early: bool = False
-    cached_tokens: int = 0
+    stream: RequestStream | None = None
+    num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    held: list[ChoiceDelta] = field(default_factory=list)
+    waiting_deltas: list[ChoiceDelta] = field(default_factory=list)
+    """Deltas of samples that are ahead of the sample that scores the prompt."""
 
-    @property
-    def is_ended_early(self) -> bool:
-        """Whether the rest of the stream is of no interest. Else the engine ends it itself."""
-        return self.ended_early and not self.open_samples
+    async def take(self, engine: EngineApi) -> list[RequestOutput]:
+        """Waits for outputs. Submits the prompt on the first call, which raises the refusal."""
+        if self.stream is None:
+            self.stream = await engine.submit(self.request)
+        return await self.stream.take()
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log probabilities of the prompt, if asked for, are all here. The first token has none."""
+        """True when all requested log probabilities of the prompt have arrived. The first token has none."""
         if self.request.sampling_params.prompt_logprobs is None:
             return True
         return len(self.prompt_logprobs) >= len(self.request.prompt_token_ids) - 1
 
 
 class Generation:
-    """Submits the prompts when `deltas()` is first asked for something.
+    """Runs one request; call either `response` or `stream`, once.
 
     Args:
-        engine: where they go.
-        answer_id: unique; the engine's request ids are made of it.
-        prompts: valid ones; all are submitted together.
-        params: the same for all.
-        new_text: makes the detokenizer of one sample.
+        id_prefix, kind, chunk_kind: of the response's `id` and `object`.
+        prompts: checked prompts.
+        params: the same for all prompts.
+        choices: one per sample of each prompt.
+        grammar_field: the field that asked for a grammar, which the engine's refusal of it names.
     """
 
     def __init__(
         self,
-        engine: EngineApi,
-        answer_id: str,
+        service: GenerationService,
+        body: GenerationBody,
         prompts: list[Prompt],
         params: SamplingParams,
+        choices: Sequence[Choice],
         *,
-        new_text: Callable[[], IncrementalDetokenizer],
-        priority: int = 0,
-        cache_salt: str | None = None,
+        id_prefix: str,
+        kind: str,
+        chunk_kind: str,
+        grammar_field: str,
     ) -> None:
-        self._engine = engine
+        # Unique whatever ids clients send: the engine's request ids contain it.
+        self._id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._engine = service.engine
+        self._model_name = service.model_name
+        self._body = body
         self._params = params
-        self._ended_early: list[tuple[_PromptState, int]] = []
+        self._choices = choices
+        self._kind = kind
+        self._chunk_kind = chunk_kind
+        self._grammar_field = grammar_field
         self._prompts = [
             _PromptState(
-                GenerateRequest(f"{answer_id}-{number}", prompt.token_ids, params, priority, cache_salt),
+                GenerateRequest(f"{self._id}-{number}", prompt.token_ids, params, body.priority or 0, body.cache_salt),
                 number * params.n,
-                [new_text() for _ in range(params.n)],
+                [IncrementalDetokenizer(service.tokenizer, params) for _ in range(params.n)],
                 set(range(params.n)),
             )
             for number, prompt in enumerate(prompts)
         ]
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens so far, as OpenAI counts them: each prompt once, however many samples it has."""
+    @property
+    def is_stream(self) -> bool:
+        return bool(self._body.stream)
+
+    async def response(self) -> dict[str, Any]:
+        """Runs to the end and returns the response body."""
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    self._choices[delta.index].add(delta)
+        return {
+            "id": self._id,
+            "object": self._kind,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": [choice.to_dict() for choice in self._choices],
+            "usage": self._usage(),
+        }
+
+    async def stream(self) -> AsyncGenerator[list[str], None]:
+        """Yields chunks as JSON texts; those of one list are sent together."""
+        body = self._body
+        writer = ChunkWriter(
+            self._id, self._chunk_kind, self._created, self._model_name, announces_usage=body.include_usage
+        )
+        async with contextlib.aclosing(self._deltas()) as batches:
+            async for deltas in batches:
+                usage = self._usage() if body.continuous_usage else None
+                chunks: list[str] = []
+                for delta in deltas:
+                    chunks += self._choices[delta.index].chunks(delta, writer, usage)
+                if chunks:
+                    yield chunks
+        if body.include_usage:
+            yield [writer.usage(self._usage())]
+
+    def _usage(self) -> dict[str, Any]:
+        """Returns the tokens so far as OpenAI counts them: each prompt once for all its samples."""
         prompt_tokens = sum(len(prompt.request.prompt_token_ids) for prompt in self._prompts)
-        completion_tokens = sum(text.num_tokens for prompt in self._prompts for text in prompt.texts)
+        completion_tokens = sum(one.num_tokens for prompt in self._prompts for one in prompt.detokenizers)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(prompt.cached_tokens for prompt in self._prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(prompt.num_cached_tokens for prompt in self._prompts)},
         }
 
-    def prompt_logprobs(self, choice_index: int) -> list[TokenLogprobs]:
-        """Those of all tokens but the first of the choice's prompt. Complete before the choice's first delta."""
-        return self._prompts[choice_index // self._params.n].prompt_logprobs
+    async def _deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Yields new deltas until every choice has ended.
 
-    async def deltas(self) -> AsyncGenerator[list[ChoiceDelta], None]:
-        """What is new, whenever something is; ends after the last choice's last delta.
-
-        The first `anext` raises what the engine says to a request that it refuses; later ones RequestFailedError,
-        EngineDeadError, or InvalidRequestError for a grammar that proves too complex. Close it (`aclose`) when leaving
-        early.
+        Raises the refusal before the first delta; RequestFailedError, EngineDeadError, or InvalidRequestError for a
+        grammar that proves too complex, at any time. The request ends with this generator: closing it aborts what runs.
         """
-        async with contextlib.aclosing(self._batches()) as batches:
-            async for batch in batches:
+        takes: dict[_PromptState, asyncio.Task[list[RequestOutput]]] = {}
+        try:
+            while any(prompt.open_samples for prompt in self._prompts):
                 deltas: list[ChoiceDelta] = []
-                for prompt, outputs in batch:
-                    self._take(prompt, outputs, deltas)
+                for prompt, outputs in await self._take(takes):
+                    stopped = self._read(prompt, outputs, deltas)
+                    if not outputs or not prompt.open_samples:
+                        prompt.open_samples.clear()
+                        prompt.close()
+                    else:
+                        for index in stopped:
+                            await self._engine.abort(prompt.request.request_id, index)
                 if deltas:
                     yield deltas
-                await self._end_early()
-
-    async def _end_early(self) -> None:
-        """Tells the engine of samples whose stop string was found. A prompt's last one ends with its stream."""
-        for prompt, index in self._ended_early:
-            if prompt.open_samples:
-                await self._engine.abort(prompt.request.request_id, index)
-        self._ended_early.clear()
-
-    # ---------------------------------------------------------------- outputs of the engine
-
-    def _batches(self) -> AsyncGenerator[list[tuple[_PromptState, list[RequestOutput]]], None]:
-        if len(self._prompts) == 1:
-            return self._single(self._prompts[0])
-        return self._merged()
-
-    async def _single(
-        self, prompt: _PromptState
-    ) -> AsyncGenerator[list[tuple[_PromptState, list[RequestOutput]]], None]:
-        async with contextlib.aclosing(self._engine.generate(prompt.request)) as stream:
-            async for outputs in stream:
-                yield [(prompt, outputs)]
-                if prompt.is_ended_early:
-                    return
-
-    async def _merged(self) -> AsyncGenerator[list[tuple[_PromptState, list[RequestOutput]]], None]:
-        """The streams of all prompts as one; a stream is asked for more only after what it gave was taken."""
-        streams = [self._engine.generate(prompt.request) for prompt in self._prompts]
-        tasks = {asyncio.create_task(_next(stream)): number for number, stream in enumerate(streams)}
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                batch = []
-                asked_again = []
-                for task in done:
-                    number = tasks.pop(task)
-                    outputs = task.result()
-                    if outputs is not None:
-                        batch.append((self._prompts[number], outputs))
-                        asked_again.append(number)
-                yield batch
-                for number in asked_again:
-                    if self._prompts[number].is_ended_early:
-                        await streams[number].aclose()
-                    else:
-                        tasks[asyncio.create_task(_next(streams[number]))] = number
+        except InvalidRequestError as error:
+            if error.param not in _GRAMMAR_PARAMS:
+                raise
+            raise wrong_field(self._grammar_field, error.message) from error
         finally:
-            for task in tasks:
+            for task in takes.values():
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+            for prompt in self._prompts:
+                prompt.close()
+            if takes:
+                await asyncio.gather(*takes.values(), return_exceptions=True)
 
-    # ---------------------------------------------------------------- from tokens to text
+    async def _take(
+        self, takes: dict[_PromptState, asyncio.Task[list[RequestOutput]]]
+    ) -> list[tuple[_PromptState, list[RequestOutput]]]:
+        """Waits for outputs of any open prompt. `takes` are the tasks that wait for one prompt each."""
+        if len(self._prompts) == 1:
+            return [(self._prompts[0], await self._prompts[0].take(self._engine))]
+        for prompt in self._prompts:
+            if prompt.open_samples and prompt not in takes:
+                takes[prompt] = asyncio.create_task(prompt.take(self._engine))
+        await asyncio.wait(takes.values(), return_when=asyncio.FIRST_COMPLETED)
+        done = [prompt for prompt, task in takes.items() if task.done()]
+        return [(prompt, takes.pop(prompt).result()) for prompt in done]
 
-    def _take(self, prompt: _PromptState, outputs: list[RequestOutput], deltas: list[ChoiceDelta]) -> None:
-        was_scored = prompt.is_scored
+    def _read(self, prompt: _PromptState, outputs: list[RequestOutput], deltas: list[ChoiceDelta]) -> list[int]:
+        """Appends the deltas of `outputs` to `deltas`. Returns the samples that a stop string has ended."""
+        stopped: list[int] = []
         for output in outputs:
             delta = self._delta(prompt, output)
-            if delta is not None:
-                # A sample may be ahead of the one that scores the prompt, but scores come before any output.
-                (deltas if prompt.is_scored else prompt.held).append(delta)
-        if prompt.is_scored and not was_scored:
-            deltas[:0] = prompt.held
-            prompt.held = []
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                prompt.open_samples.discard(output.index)
+                if not output.finished:
+                    stopped.append(output.index)
+            prompt.waiting_deltas.append(delta)
+        if prompt.is_scored:
+            deltas += prompt.waiting_deltas
+            prompt.waiting_deltas = []
+        return stopped
 
     def _delta(self, prompt: _PromptState, output: RequestOutput) -> ChoiceDelta | None:
         if output.error is not None:
@@ -212,13 +256,13 @@ class Generation:
         if output.prompt_logprobs:
             prompt.prompt_logprobs.extend(output.prompt_logprobs)
         if output.index not in prompt.open_samples:
-            return None  # its stop string was found before the engine knew
+            return None  # a stop string ended it before the engine knew
         if output.finish_reason is FinishReason.ABORT:
-            raise RequestFailedError("the request was aborted by the server, since nobody took its output in time")
+            raise RequestFailedError("the request was aborted by the server because its output was not read in time")
         if output.index == 0:
-            prompt.cached_tokens = output.num_cached_tokens
-        text = prompt.texts[output.index]
-        new = text.push(
+            prompt.num_cached_tokens = output.num_cached_tokens
+        detokenizer = prompt.detokenizers[output.index]
+        new = detokenizer.push(
             output.new_token_ids,
             output.logprobs,
             finish_reason=output.finish_reason,
@@ -226,39 +270,12 @@ class Generation:
         )
         if not new:
             return None
-        if new.finish_reason is not None:
-            prompt.open_samples.discard(output.index)
-            if not output.finished:
-                prompt.ended_early = True
-                self._ended_early.append((prompt, output.index))
         return ChoiceDelta(
             index=prompt.first_index + output.index,
             text=new.text,
-            token_ids=new.token_ids,
+            prompt_logprobs=prompt.prompt_logprobs,
             logprobs=new.logprobs,
-            # Plain: the answer to a handle call is to be read by programs that do not have this package.
+            # A plain string: programs that read a handle call's response need not have this package.
             finish_reason=None if new.finish_reason is None else str(new.finish_reason.value),
-            hides_last_token=isinstance(text.stop_reason, int) and not self._params.include_stop_str_in_output,
+            hides_last_token=isinstance(detokenizer.stop_reason, int) and not self._params.include_stop_str_in_output,
         )
-
-
-async def _next(stream: AsyncIterator[list[RequestOutput]]) -> list[RequestOutput] | None:
-    """The next item, or None at the end: a task cannot end with StopAsyncIteration."""
-    return await anext(stream, None)
-
-
-_GRAMMAR_PARAMS = frozenset({"response_format", "structured_outputs"})
-
-
-async def naming_grammar_field(
-    batches: AsyncGenerator[list[ChoiceDelta], None], field_name: str
-) -> AsyncGenerator[list[ChoiceDelta], None]:
-    """The same deltas; the engine's refusal of a grammar names the field that the client wrote it in."""
-    try:
-        async with contextlib.aclosing(batches):
-            async for deltas in batches:
-                yield deltas
-    except InvalidRequestError as error:
-        if error.param not in _GRAMMAR_PARAMS:
-            raise
-        raise InvalidRequestError(f"{field_name}: {error.message}", param=field_name) from error

@@ -8,7 +8,7 @@ from minivllm.core.outputs import TokenLogprobs
 from minivllm.core.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 def _finite(logprob: float) -> float:
@@ -16,39 +16,39 @@ def _finite(logprob: float) -> float:
 
 
 class CompletionLogprobs:
-    """The four lists of /v1/completions, built along one choice.
+    """Builds the four lists of /v1/completions along one choice.
 
-    The strings of the tokens, joined, are the text: one that ends inside a character gives it to the token that
-    completes it, and a special token that the text leaves out is an empty string.
+    The strings of the tokens, joined, are the text: a character that spans tokens belongs to the token that completes
+    it, and a special token that the text leaves out is an empty string.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, num_top: int, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._skip = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._decoder = tokenizer.incremental_decoder(skip_special_tokens)
         self._offset = 0
 
     def prompt(self, token_ids: list[int], logprobs: list[TokenLogprobs], text: str) -> dict[str, Any]:
-        """The part of the prompt, under echo. Its first token has no log probability: nothing comes before it."""
+        """Returns the lists of the echoed prompt. Its first token has no log probability."""
         lists = _empty_lists()
         if token_ids:
             self._add(lists, self._decoder.push(token_ids[0]), None)
         for entry in logprobs:
             self._add(lists, self._decoder.push(entry.token_id), entry)
-        # The output begins anew: what the prompt's last token left open is not completed by it.
-        _complete_last(lists, self._decoder.flush())
-        self._decoder = self._tokenizer.incremental_decoder(self._skip)
+        # The output has a decoder of its own: it does not complete a character of the prompt.
+        _append_to_last(lists, self._decoder.flush())
+        self._decoder = self._tokenizer.incremental_decoder(self._skip_special_tokens)
         self._offset = len(text)
         return lists
 
     def output(self, logprobs: list[TokenLogprobs], *, is_last: bool, hides_last: bool = False) -> dict[str, Any]:
-        """The part of some output tokens; `hides_last` when the text of the last one was left out."""
+        """Returns the lists of some output tokens; `hides_last` when the text leaves out the last one."""
         lists = _empty_lists()
         for entry in logprobs[:-1] if hides_last else logprobs:
             self._add(lists, self._decoder.push(entry.token_id), entry)
         if is_last and lists["tokens"]:
-            _complete_last(lists, self._decoder.flush())
+            _append_to_last(lists, self._decoder.flush())
         if hides_last and logprobs:
             self._add(lists, "", logprobs[-1])
         return lists
@@ -72,8 +72,8 @@ class CompletionLogprobs:
         lists["top_logprobs"].append(alternatives)
 
 
-def _complete_last(lists: dict[str, list[Any]], rest: str) -> None:
-    """Gives the last token what its decoder held back, also where it stands among its alternatives."""
+def _append_to_last(lists: dict[str, list[Any]], rest: str) -> None:
+    """Appends the text that the decoder held back to the last token, and to its key in `top_logprobs`."""
     if not rest or not lists["tokens"]:
         return
     before, own = lists["tokens"][-1], lists["token_logprobs"][-1]
@@ -91,10 +91,13 @@ def _empty_lists() -> dict[str, list[Any]]:
     return {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
 
 
-def merge_lists(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> None:
-    """Appends the four lists of `second` to those of `first`."""
+def merge_lists(first: dict[str, list[Any]] | None, second: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+    """Appends the four lists of `second` to those of `first`; either may be None."""
+    if first is None or second is None:
+        return second if first is None else first
     for name, values in second.items():
         first[name].extend(values)
+    return first
 
 
 def chat_logprobs(
@@ -105,14 +108,14 @@ def chat_logprobs(
     skip_special_tokens: bool,
     hides_last: bool = False,
 ) -> list[dict[str, Any]]:
-    """The entries of `logprobs.content` in a chat; `hides_last` when the text of the last token was left out."""
+    """Returns the entries of `logprobs.content` of a chat; `hides_last` when the text leaves out the last token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         is_left_out = skip_special_tokens and tokenizer.is_special(token_id)
         return {
             "token": token_text(tokenizer, token_id),
             "logprob": _finite(logprob),
-            # The bytes of all tokens make the text, so one that the text leaves out has none.
+            # The joined bytes of all tokens are the text, so a token that the text leaves out has none.
             "bytes": None if is_left_out else list(tokenizer.token_bytes(token_id)),
         }
 
@@ -126,5 +129,5 @@ def chat_logprobs(
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token alone as text; bytes that are no whole characters show as replacement characters."""
+    """Returns the text of one token; incomplete characters become replacement characters."""
     return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")

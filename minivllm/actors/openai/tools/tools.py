@@ -1,10 +1,11 @@
-"""Tools in a chat: what the model is told of them, what it is made to write, and how its calls are read."""
+"""Tools of a chat request: their description in the prompt, the grammar of a forced call, the parser of calls."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, Literal
 
+from minivllm.actors.openai.protocol.errors import wrong_field
 from minivllm.actors.openai.protocol.requests import ChatCompletionRequest, NamedToolChoice, Tool
 from minivllm.actors.openai.tools.parsers import (
     CLOSE_TAG,
@@ -22,7 +23,7 @@ CallFormat = Literal["hermes", "llama"]
 
 
 def call_format(template: str) -> CallFormat:
-    """The way in which a model with this chat template writes its calls. Without any sign of one: Hermes."""
+    """Returns the format of the calls that a model with this chat template writes; Hermes by default."""
     if OPEN_TAG in template:
         return "hermes"
     return "llama" if PYTHON_TAG in template or '{"name": function name, "parameters"' in template else "hermes"
@@ -32,8 +33,8 @@ class ToolUse:
     """How one chat request uses tools.
 
     Args:
-        body: the request. Raises InvalidRequestError when its tools and its tool_choice do not go together.
-        template: the model's chat template, which shows how the model writes calls.
+        body: the request. Raises InvalidRequestError when its tools and its tool_choice contradict each other.
+        template: the model's chat template, which shows the format of its calls.
     """
 
     def __init__(self, body: ChatCompletionRequest, template: str) -> None:
@@ -42,19 +43,18 @@ class ToolUse:
         if choice is None:
             choice = "auto" if tools else "none"
         if not tools and choice not in ("none", "auto"):
-            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise wrong_field("tool_choice", "there are no tools to choose from")
         _check_names(tools)
         self._format = call_format(template)
         self._tools = tools if choice != "none" else []
         self._choice = choice
-        # A model that is forced to call does so once, unless the client says that it wants more: nothing in the grammar
-        # of a list would tell a small model to end it.
+        # A forced call is one call unless the client asks for more: a small model does not end a list by itself.
         self._one_call = body.parallel_tool_calls is False
         self._forced_list = choice == "required" and body.parallel_tool_calls is True
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the template shows them to the model; None when it is not to know of any."""
+        """The tools for the chat template; None when the model must not see any."""
         return [tool.model_dump(exclude_none=True) for tool in self._tools] or None
 
     @property
@@ -66,7 +66,7 @@ class ToolUse:
         return isinstance(self._choice, NamedToolChoice)
 
     def grammar(self) -> StructuredOutput | None:
-        """What a forced call must look like."""
+        """Returns the grammar of a forced call."""
         if not self.is_forced:
             return None
         if isinstance(self._choice, NamedToolChoice):
@@ -79,7 +79,7 @@ class ToolUse:
         return StructuredOutput(kind="json_schema", value=json.dumps(schema))
 
     def parser(self) -> ToolParser | None:
-        """A new parser for the text of one choice; None when all of it is content."""
+        """Returns a new parser for the text of one choice, None when all of it is content."""
         if not self._tools:
             return None
         if isinstance(self._choice, NamedToolChoice):
@@ -102,22 +102,19 @@ def _check_names(tools: list[Tool]) -> None:
     names: set[str] = set()
     for place, tool in enumerate(tools):
         if tool.function.name in names:
-            raise InvalidRequestError(
-                f"tools[{place}].function.name: {tool.function.name!r} stands there twice",
-                param=f"tools[{place}].function.name",
-            )
+            raise wrong_field(f"tools[{place}].function.name", f"{tool.function.name!r} is given twice")
         names.add(tool.function.name)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
-    # Closing the parts of an allOf would make them contradict each other.
+    # Closed parts of an allOf contradict each other.
     return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
 
 
 def _closed(schema: Any) -> Any:
-    """The same schema, but objects that list their properties have no others unless it says so: a small model that may
-    invent arguments goes on doing so until its tokens are used up."""
+    """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
+    arguments does so until its tokens are used up."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -139,14 +136,12 @@ def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Templates that know nothing of tools
-# ----------------------------------------------------------------------------------------------------------------
+# ---- templates without tools
 
 
 def with_tools_in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation for a template without a place for tools: they are described to the model in the system message,
-    and earlier calls stand in the text of the assistant's messages."""
+    """Returns the conversation for a template that ignores tools: the system message describes them, and messages of
+    the assistant contain earlier calls as text."""
     messages = [_with_calls_in_text(message) for message in messages]
     if not tools:
         return messages
