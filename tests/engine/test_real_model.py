@@ -12,7 +12,7 @@ from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.models.location import locate
 from minivllm.core.text.tokenizer import load_tokenizer
-from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
 from tests.engine.running import greedy
 
 NEW_TOKENS = 48
@@ -66,7 +66,7 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=1000))
+    return build_model_runner(EngineConfig(dtype="float32", device="cpu", num_blocks=1000))
 
 
 def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:

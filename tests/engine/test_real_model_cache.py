@@ -11,7 +11,7 @@ import pytest
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.text.tokenizer import load_tokenizer
-from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
 from tests.engine.running import greedy, poison_unused
 
 NEW_TOKENS = 12
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=NUM_BLOCKS))
+    return build_model_runner(EngineConfig(dtype="float32", device="cpu", num_blocks=NUM_BLOCKS))
 
 
 @pytest.fixture(scope="module")

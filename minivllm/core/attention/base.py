@@ -131,7 +131,7 @@ def paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Is the attention function of ATTENTION_NAME; `support.probe` has checked the arguments that it ignores.
+    """Serves the attention layers of transformers; `support.find_attention_layers` has checked the ignored arguments.
 
     Args:
         module: the attention layer; its `layer_idx` is the layer's index.

