@@ -13,7 +13,7 @@ from minivllm.core.engine import LLMEngine
 from minivllm.core.models.location import locate
 from minivllm.core.text.tokenizer import load_tokenizer
 from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
-from tests.engine.running import greedy
+from tests.engine.running import greedy, poison
 
 NEW_TOKENS = 48
 
@@ -72,7 +72,7 @@ def runner() -> ModelRunner:
 def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:
     """Returns a new engine on the shared model, with the first `num_blocks` blocks of a pool full of NaN."""
     config = EngineConfig(dtype="float32", device="cpu", num_blocks=num_blocks, validate_blocks=True, watermark=0.0)
-    runner.kv_cache.poison()
+    poison(runner.kv_cache)
     runner.num_blocks = num_blocks
     return LLMEngine(config, model_runner=runner)
 

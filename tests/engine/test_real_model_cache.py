@@ -12,7 +12,7 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.text.tokenizer import load_tokenizer
 from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
-from tests.engine.running import greedy, poison_unused
+from tests.engine.running import greedy, poison, poison_unused
 
 NEW_TOKENS = 12
 NUM_BLOCKS = 40
@@ -40,7 +40,7 @@ def run(runner: ModelRunner, prompts: list[list[int]], **settings: Any) -> tuple
         **{"dtype": "float32", "device": "cpu", "validate_blocks": True, "watermark": 0.0, **settings}
     )
     runner.num_blocks = config.num_blocks or NUM_BLOCKS
-    runner.kv_cache.poison()
+    poison(runner.kv_cache)
     engine = LLMEngine(config, model_runner=runner)
     tokens: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):

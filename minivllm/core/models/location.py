@@ -37,21 +37,21 @@ class ModelLocation:
 
 
 def resolve_model(config: EngineConfig) -> ModelLocation:
-    """Finds the model that `config.model` names.
-
-    Raises:
-        ModelLoadError: a path that does not exist, a folder without a model, or the packaged model is not installed.
-    """
+    """Finds the model of `config`; raises as `locate`."""
     return locate(config.model, config.revision)
 
 
 def resolve_tokenizer(config: EngineConfig) -> ModelLocation:
-    """Finds the tokenizer: `config.tokenizer` when given, else the model's own."""
+    """Finds the tokenizer of `config`, by default the model's own; raises as `locate`."""
     return locate(config.tokenizer or config.model, config.revision)
 
 
 def locate(name: str, revision: str | None = None) -> ModelLocation:
-    """Finds the model called `name`; a folder of that name comes first. Raises as `resolve_model`."""
+    """Finds the model called `name`: a folder or file, the packaged model, or else a hub id.
+
+    Raises:
+        ModelLoadError: a path that does not exist, a folder without a model, or the packaged model is not installed.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_folder(path)
@@ -75,8 +75,8 @@ def _in_folder(folder: Path) -> ModelLocation:
         return ModelLocation(str(folder), found[0])
     if found:
         names = ", ".join(found)
-        raise ModelLoadError(f"the folder {str(folder)!r} holds several .gguf files ({names}): name one of them")
-    raise ModelLoadError(f"the folder {str(folder)!r} holds no model: neither config.json nor a .gguf file")
+        raise ModelLoadError(f"the folder {str(folder)!r} has several .gguf files ({names}): name one of them")
+    raise ModelLoadError(f"the folder {str(folder)!r} has no model: neither config.json nor a .gguf file")
 
 
 def _packaged_model(name: str) -> ModelLocation:

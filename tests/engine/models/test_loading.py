@@ -21,6 +21,7 @@ from minivllm.core.models.backbone import TransformersBackbone
 from minivllm.core.models.loader import choose_device, choose_dtype, load_model
 from minivllm.core.worker import memory_profiling as memory
 from minivllm.core.worker.model_runner import build_model_runner
+from tests.engine.running import poison
 from tests.engine.tiny_models import TINY, save_tiny
 
 CPU = torch.device("cpu")
@@ -151,11 +152,11 @@ def test_pool_is_one_tensor_with_one_extra_padding_block(caplog: pytest.LogCaptu
 def test_poison_fills_only_the_given_blocks_with_nan() -> None:
     pool = KVCachePool(SPEC, 4, CPU)
     pool.tensor.zero_()
-    pool.poison([1, 4])
+    poison(pool, [1, 4])
     for layer in range(3):
         for cache in (pool.key_cache[layer], pool.value_cache[layer]):
             assert cache.isnan().flatten(1).all(dim=1).tolist() == [False, True, False, False, True]
-    pool.poison()
+    poison(pool)
     assert pool.tensor.isnan().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
     T5Config,
 )
 
+from minivllm.core.attention import AttentionLayer
 from minivllm.core.attention.reference import ReferenceBackend
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
@@ -143,10 +145,12 @@ def test_self_check_rejects_a_sliding_window_that_is_not_applied(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     UNTESTED[name]().save_pretrained(tmp_path)
-    forward = ReferenceBackend.forward
-    monkeypatch.setattr(
-        ReferenceBackend, "forward", lambda *args, **kwargs: forward(*args, **{**kwargs, "sliding_window": None})
-    )
+    initialize = ReferenceBackend.__init__
+
+    def without_windows(backend: ReferenceBackend, layers: tuple[AttentionLayer, ...], *args: Any) -> None:
+        initialize(backend, tuple(replace(layer, sliding_window=None) for layer in layers), *args)
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", without_windows)
     with pytest.raises(
         ModelLoadError, match=f"{name}.*cannot be served: it needs something that paged attention lacks"
     ):
