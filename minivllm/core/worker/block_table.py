@@ -44,14 +44,14 @@ class BlockTable:
         """Returns (S, max_blocks): the blocks that cover the tokens of each sequence up to this step's end."""
         rows = []
         longest = 0
-        for sequence, start, end, _ in scheduled:
+        for sequence, _, end, _ in scheduled:
             num_blocks = -(-end // self._block_size)
             row = self._row_of(sequence)
             if num_blocks > row.num_blocks:
                 if num_blocks > self._tables.shape[1]:
                     self._resize(self._tables.shape[0], 2 * num_blocks)
                 self._tables[row.index, row.num_blocks : num_blocks] = sequence.block_table[row.num_blocks : num_blocks]
-                row.num_blocks = start // self._block_size  # TEMP
+                row.num_blocks = num_blocks
             rows.append(row.index)
             longest = max(longest, num_blocks)
         return self._tables[rows, :longest]
