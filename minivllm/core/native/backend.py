@@ -47,16 +47,13 @@ class NativeBackend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
         step, _ = metadata.plan(self, lambda: self._begin_step(metadata))
         query, key, value = (_dense_heads(states, query.dtype) for states in (query, key, value))
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        layer = self.layers[layer_index]
         call = AttentionCall(
             step,
             query.data_ptr(),
@@ -75,9 +72,9 @@ class NativeBackend(AttentionBackend):
             key.shape[1],
             query.shape[2],
             key_cache.shape[2],
-            sliding_window or 0,
-            scale,
-            softcap or 0.0,
+            layer.sliding_window or 0,
+            layer.scale,
+            layer.softcap or 0.0,
         )
         self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
         return output
