@@ -54,7 +54,7 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
     runner = ModelRunner(config)
     engine = LLMEngine(config, runner)
-    warm_up(runner, engine.scheduler.token_budget)
+    warm_up(runner, engine.scheduler.config.max_num_batched_tokens)
     freeze_gc()
     return engine
 
@@ -176,7 +176,7 @@ class Engine:
             name: getattr(live if name in live.model_fields_set else self._config, name)
             for name in ("max_waiting_requests", "max_waiting_tokens")
         }
-        await self._loop.call(partial(_set_queue_limits, limits))
+        await self._loop.call(lambda engine: engine.apply_settings(**limits))
         timeouts = {name: getattr(self._loop, name) for name in ("consumer_timeout_s", "stall_timeout_s")}
         logger.info("settings now: %s", timeouts | limits)
 
@@ -216,7 +216,3 @@ class Engine:
         except asyncio.CancelledError:
             response.cancel()
             raise
-
-
-def _set_queue_limits(limits: dict[str, int | None], engine: LLMEngine) -> None:
-    engine.scheduler.config = engine.scheduler.config.model_copy(update=limits)

@@ -225,7 +225,7 @@ class Sampler:
             except MinivllmError as error:
                 results[row] = SampleResult(error=error)
             except Exception as error:
-                logger.exception("sampling request %s failed", sequences[row].request_id)
+                logger.exception("sampling request %s failed", sequences[row].seq_id)
                 results[row] = SampleResult(error=_failed(repr(error)))
 
     def _sample_rows(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:

@@ -62,21 +62,21 @@ class BlockTable:
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence. One that is not known is a no-op."""
-        row = self._rows.get(sequence.request_id)
+        row = self._rows.get(sequence.seq_id)
         if row is not None and row.sequence is sequence:
-            del self._rows[sequence.request_id]
+            del self._rows[sequence.seq_id]
             self._free_places.append(row.place)
 
     def _row_of(self, one: ScheduledSequence, num_blocks: int) -> _Row:
         if num_blocks > self._tables.shape[1]:
             self._enlarge(self._tables.shape[0], 2 * num_blocks)
         sequence = one.sequence
-        row = self._rows.get(sequence.request_id)
+        row = self._rows.get(sequence.seq_id)
         if row is None:
             if not self._free_places:
                 self._enlarge(2 * self._tables.shape[0], self._tables.shape[1])
             row = _Row(self._free_places.pop(), sequence, -1, 0, 0)
-            self._rows[sequence.request_id] = row
+            self._rows[sequence.seq_id] = row
         unbroken = row.sequence is sequence and row.num_preemptions == sequence.num_preemptions and row.end == one.start
         if not unbroken:
             self._tables[row.place] = self._padding
