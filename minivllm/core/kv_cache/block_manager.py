@@ -211,10 +211,9 @@ class BlockManager:
         Allocates a block at a block boundary; a second call for the same token returns the same slot. Raises
         NoFreeBlocksError, and then changes nothing.
         """
-        num_tokens = sequence.num_tokens
+        num_tokens, size = sequence.num_tokens, self.block_size
         self._allocate_up_to(sequence, num_tokens)
-        logical_block, offset = divmod(num_tokens - 1, self.block_size)
-        return Slot(sequence.block_table[logical_block], offset)
+        return Slot(sequence.block_table[(num_tokens - 1) // size], (num_tokens - 1) % size)
 
     def slot_mapping(self, sequence: BlockSequence, start: int, end: int) -> list[int]:
         """Returns the flat slots of tokens start..end, all of which the table must cover."""

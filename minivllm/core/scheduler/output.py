@@ -33,20 +33,22 @@ class StepPlan:
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.budget = token_budget
-        self.scheduled: dict[Sequence, ScheduledSequence] = {}
+        self.scheduled: list[ScheduledSequence] = []
 
     def add(self, sequence: Sequence, end: int) -> None:
         """Schedules the tokens from `num_computed_tokens` to `end`, which the block table covers."""
         start = sequence.num_computed_tokens
         samples = end == sequence.num_tokens and sequence.max_output_tokens != 0
-        self.scheduled[sequence] = ScheduledSequence(sequence, start, end, samples)
+        self.scheduled.append(ScheduledSequence(sequence, start, end, samples))
         self.budget -= end - start
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is preempted after it was scheduled; a no-op for others."""
-        scheduled = self.scheduled.pop(sequence, None)
-        if scheduled is not None:
-            self.budget += scheduled.end - scheduled.start
+        for index, scheduled in enumerate(self.scheduled):
+            if scheduled.sequence is sequence:
+                del self.scheduled[index]
+                self.budget += scheduled.end - scheduled.start
+                return
 
     def freeze(self) -> SchedulerOutput:
-        return SchedulerOutput(tuple(self.scheduled.values()), self.token_budget - self.budget)
+        return SchedulerOutput(tuple(self.scheduled), self.token_budget - self.budget)

@@ -192,8 +192,9 @@ class Scheduler:
         self._in_flight = None
         self.stats.steps_total += bool(step.sequences)
         self.stats.computed_tokens_total += step.num_tokens
+        aborted = self._aborted_in_flight
         for scheduled, result in zip(step.sequences, results, strict=True):
-            if scheduled.sequence not in self._aborted_in_flight:
+            if not aborted or scheduled.sequence not in aborted:
                 self._advance(scheduled, result if isinstance(result, SampleResult) else SampleResult(result))
         self._apply_aborts()
         return self.take_outputs()
@@ -207,17 +208,16 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Schedules the running sequences, decodes before prompts. Returns whether any was preempted."""
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        for sequence in self._running:
-            is_prompt = sequence.num_tokens - sequence.num_computed_tokens > 1
-            (prompts if is_prompt else decodes).append(sequence)
-        all_fit = self.block_manager.can_append_slots(self._running)
+        decodes = [one for one in self._running if one.num_tokens - one.num_computed_tokens <= 1]
+        prompts = [one for one in self._running if one.num_tokens - one.num_computed_tokens > 1]
+        has_blocks = self.block_manager.can_append_slots(self._running)
         preempted = False
         for sequence in decodes + prompts:
             if plan.budget == 0:  # by prompts: no more sequences run than the budget has tokens
                 break
-            if sequence.status is SequenceStatus.RUNNING and self._schedule_sequence(plan, sequence, all_fit):
+            if preempted and sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if self._schedule_sequence(plan, sequence, has_blocks):
                 preempted = True
         return preempted
 
@@ -227,18 +227,19 @@ class Scheduler:
         Preempts the newest sequences until there is a block for that one token. Returns whether any was preempted.
         """
         manager, preempted = self.block_manager, False
-        room = sequence.num_tokens
+        start, end = sequence.num_computed_tokens, sequence.num_tokens
         while not has_blocks and not manager.can_append_slot(sequence):
             room = (len(sequence.block_table) + manager.get_num_free_blocks()) * manager.block_size
-            if room > sequence.num_computed_tokens:
+            if room > start:
+                end = room
                 break
-            preempted, room = True, sequence.num_tokens
+            preempted = True
             if self._preempt_newest(plan) is sequence:
                 return True
-        end = min(room, self._chunk_end(plan, sequence, sequence.num_computed_tokens))
-        if sequence.num_tokens - sequence.num_computed_tokens == 1:
+        if sequence.num_tokens - start <= 1:
             manager.append_slot_for_decode(sequence)
         else:
+            end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
         plan.add(sequence, end)
         return preempted
@@ -372,15 +373,17 @@ class Scheduler:
             self._outputs.append(output)
 
     def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
-        token_ids = [] if result.token_id is None else [result.token_id]
-        output = RequestOutput(
-            sequence.request_id, token_ids, num_cached_tokens=sequence.num_cached_tokens, index=sequence.index
+        return RequestOutput(
+            sequence.request_id,
+            [] if result.token_id is None else [result.token_id],
+            False,
+            None,
+            sequence.num_cached_tokens,
+            sequence.index,
+            None if result.logprobs is None else [result.logprobs],
+            result.prompt_logprobs,
+            result.error,
         )
-        if result.logprobs is not None:
-            output.logprobs = [result.logprobs]
-        output.prompt_logprobs = result.prompt_logprobs
-        output.error = result.error
-        return output
 
     def _apply_aborts(self) -> None:
         for sequence in self._aborted_in_flight:
