@@ -1,16 +1,17 @@
-"""What scheduling costs and what the admission policy does, as on a big GPU but without a model.
+"""Cost of scheduling and effect of the admission policy, at the sizes of a big GPU but without a model.
 
     python -m benchmarks.scheduler [--quick] [--json FILE] [--only cost|blocks|policy]
 
-Scheduler and block manager run alone; a "step" is `schedule()` plus `update()` with made-up tokens. Three tables:
+Scheduler and block manager run alone; a "step" is `schedule()` plus `update_from_output()` with invented tokens. Three
+tables:
 
-* cost: microseconds a step and a sequence for pure decoding, and under Poisson arrivals with shared prefixes; and how
-  they grow with running sequences, pool size and cached blocks.
-* blocks: nanoseconds a block for taking, freeing, hitting, evicting and publishing, on pools of different sizes.
+* cost: microseconds per step and per sequence for pure decoding, and under Poisson arrivals with shared prefixes; and
+  their growth with running sequences, pool size and cached blocks.
+* blocks: nanoseconds per block for taking, freeing, hitting, evicting and caching, on pools of different sizes.
 * policy: a busy chat service in simulated time: preemptions, wasted recompute, waiting time and KV use against the
   watermark, and against reserving blocks for the full `max_tokens` of every request at admission.
 
-Times are CPU time of this thread, so that a busy machine does not blur them.
+Times are CPU time of this thread, so that other processes do not affect them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from typing import Any
 
 from benchmarks import common
 from minivllm.core.config import EngineConfig
-from minivllm.core.kv_cache.block_manager import BlockManager, Refusal
+from minivllm.core.kv_cache.block_manager import BlockManager, PrefixMatch
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.scheduler import Scheduler
 from minivllm.core.sequence import Sequence
+from minivllm.core.stats import RejectionReason
 
 BLOCK_SIZE = 16
 POOL = 100_000
@@ -74,12 +76,12 @@ def make_prefixes(generator: random.Random, count: int = 20) -> list[list[int]]:
 
 
 def fill(scheduler: Scheduler, count: int, context: int, seed: int = 0) -> None:
-    """Brings `count` sequences of `context` tokens to the point where each decodes one token a step."""
+    """Brings `count` sequences of `context` tokens to the point where each decodes one token per step."""
     generator = random.Random(seed)
     prefixes = make_prefixes(generator)
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     for number in range(count):
-        # Lengths differ a little, so that the block borders of the sequences do not fall into one step.
+        # Lengths differ, so that the sequences reach block boundaries in different steps.
         prompt = make_prompt(generator, context - number % (4 * BLOCK_SIZE), prefixes)
         scheduler.add(Sequence(f"running-{number}", prompt, params))
     while scheduler.num_waiting or any(one.num_computed_tokens < one.num_tokens - 1 for one in scheduler.running):
@@ -131,7 +133,7 @@ def decode_cost(
 
 
 def mixed_cost(steps: int, arrivals_per_step: float = 2.0) -> dict[str, float]:
-    """Microseconds of steps with chunked prefill: requests of about 2,000 tokens come by a Poisson process.
+    """Microseconds of steps with chunked prefill: requests of about 2,000 tokens arrive by a Poisson process.
 
     The rate keeps about 256 running: each prefills for a step or two and decodes for about 120.
     """
@@ -148,11 +150,11 @@ def mixed_cost(steps: int, arrivals_per_step: float = 2.0) -> dict[str, float]:
             params = SamplingParams(max_tokens=generator.randrange(60, 180), ignore_eos=True)
             scheduler.add(Sequence(f"request-{number}", make_prompt(generator, length, prefixes), params))
         microseconds, count, tokens = step_once(scheduler)
-        if step >= steps // 3:  # the first third fills the house
+        if step >= steps // 3:  # the first third fills the pool
             spent.append(microseconds)
             sequences.append(count)
             computed.append(tokens)
-    counters = scheduler.counters
+    stats = scheduler.stats
     return {
         "requests": number,
         "mean_running": statistics.mean(sequences),
@@ -160,7 +162,7 @@ def mixed_cost(steps: int, arrivals_per_step: float = 2.0) -> dict[str, float]:
         "median_us": statistics.median(spent),
         "p99_us": sorted(spent)[int(len(spent) * 0.99)],
         "us_per_sequence": statistics.mean(spent) / statistics.mean(sequences),
-        "hit_share": counters.cache_hit_tokens / max(1, counters.cache_query_tokens),
+        "hit_share": stats.prefix_cache_hit_tokens_total / max(1, stats.prefix_cache_query_tokens_total),
     }
 
 
@@ -192,7 +194,7 @@ def _timed(action: Callable[[], None]) -> int:
 
 
 def block_cost(pool: int, count: int = 1000) -> dict[str, float]:
-    """Nanoseconds a block of each operation, on a pool that is full of cached blocks where that matters."""
+    """Nanoseconds per block of each operation, on a pool that is full of cached blocks where that matters."""
     manager = BlockManager(pool, BLOCK_SIZE, enable_prefix_caching=True)
     tokens = list(range(count * BLOCK_SIZE + 1))
     result: dict[str, float] = {"pool": pool}
@@ -210,16 +212,16 @@ def block_cost(pool: int, count: int = 1000) -> dict[str, float]:
         frees.append(_timed(free))
     result["take_ns"], result["free_ns"] = min(takes) / count, min(frees) / count
 
-    publications = []
+    cachings = []
     for number in range(5):
         # Each time another prefix, the wanted one last.
         first = Sequence("first", [number - 4, *tokens[1:]] if number < 4 else tokens, SamplingParams())
         manager.allocate_for_prefill(first, len(tokens))
-        publications.append(_timed(lambda one=first: manager.mark_computed(one, len(tokens))))
+        cachings.append(_timed(lambda one=first: manager.mark_computed(one, len(tokens))))
         manager.free_sequence(first)
         if number < 4:
             manager.reset_prefix_cache()
-    result["hash_and_publish_ns"] = min(publications) / count
+    result["hash_and_cache_ns"] = min(cachings) / count
     hits, releases = [], []
     again = Sequence("again", tokens, SamplingParams())
     for _ in range(20):
@@ -238,7 +240,7 @@ def block_cost(pool: int, count: int = 1000) -> dict[str, float]:
 
 
 def fill_with_cached(manager: BlockManager, keep_free: int) -> None:
-    """Turns unhashed free blocks into cached ones, with prefixes that nobody else has."""
+    """Turns unhashed free blocks into cached ones, with prefixes of their own."""
     fill_with_cached.number = getattr(fill_with_cached, "number", 0)  # type: ignore[attr-defined]
     while len(manager.pool.free) > keep_free:
         length = min(500, len(manager.pool.free) - keep_free) * BLOCK_SIZE
@@ -252,7 +254,7 @@ def fill_with_cached(manager: BlockManager, keep_free: int) -> None:
 
 def measure_blocks(quick: bool) -> dict[str, Any]:
     rows = [block_cost(pool) for pool in (2_000, 10_000, 100_000, 400_000)[: 3 if quick else 4]]
-    table("Nanoseconds a block, by pool size", rows)
+    table("Nanoseconds per block, by pool size", rows)
     return {"by_pool": rows}
 
 
@@ -262,29 +264,28 @@ def measure_blocks(quick: bool) -> dict[str, Any]:
 class ReservingBlockManager(BlockManager):
     """Admits a request only if prompt and full `max_tokens` of it and of all that run would fit: no preemptions."""
 
-    def admission_refusal(self, sequence: Any, reserved_blocks: int = 0) -> Refusal | None:
-        if sequence.block_table:
-            return super().admission_refusal(sequence, reserved_blocks)
-        # A block that several share counts for each of them here: what is promised must hold when the others are gone.
-        promised = sum(self._blocks_in_the_end(holding.sequence) for holding in self._holdings.values())
-        fits = promised + self._blocks_in_the_end(sequence) <= self.num_blocks
-        return super().admission_refusal(sequence, reserved_blocks) if fits else "no_free_blocks"
+    def admission_rejection(self, sequence: Any, match: PrefixMatch, reserved: int = 0) -> RejectionReason | None:
+        # A shared block counts for each of its sequences: the promise must hold when the others have ended.
+        promised = sum(self._blocks_at_the_end(table.sequence) for table in self._tables.values())
+        if promised + self._blocks_at_the_end(sequence) > self.num_blocks:
+            return RejectionReason.NO_FREE_BLOCKS
+        return super().admission_rejection(sequence, match, reserved)
 
-    def _blocks_in_the_end(self, sequence: Any) -> int:
+    def _blocks_at_the_end(self, sequence: Any) -> int:
         total = sequence.num_prompt_tokens + (sequence.sampling_params.max_tokens or 0)
         return -(-total // self.block_size)
 
 
 @dataclass
 class Workload:
-    """Requests of a chat service: what is asked for (`max_tokens`) is far more than what is used."""
+    """Requests of a chat service: `max_tokens` is far more than what is used."""
 
     requests: int
     per_second: float
     seed: int = 7
 
     def arrivals(self) -> Iterable[tuple[float, Sequence, int]]:
-        """(time of arrival, sequence, tokens until it ends by itself)"""
+        """Yields (time of arrival, sequence, tokens until it ends by itself)."""
         generator = random.Random(self.seed)
         prefixes = make_prefixes(generator)
         now = 0.0
@@ -297,7 +298,7 @@ class Workload:
 
 
 def step_seconds(num_tokens: int) -> float:
-    """A step of a big GPU, roughly: 12 ms for the weights, and 25 microseconds a token."""
+    """A step of a big GPU, roughly: 12 ms for the weights, and 25 microseconds per token."""
     return 0.012 + 25e-6 * num_tokens
 
 
@@ -354,11 +355,11 @@ def summary(
     latencies: list[float],
 ) -> dict[str, float]:
     waits = sorted(first_token[name] - arrived[name] for name in arrived)
-    counters = scheduler.counters
+    stats = scheduler.stats
     return {
-        "tokens_per_s": counters.generated_tokens / seconds,
-        "preemptions": counters.preemptions,
-        "wasted_%": 100 * counters.recomputed_tokens / counters.computed_tokens,
+        "tokens_per_s": stats.generated_tokens_total / seconds,
+        "preemptions": stats.preemptions_total,
+        "wasted_%": 100 * stats.recomputed_tokens_total / stats.computed_tokens_total,
         "wait_mean_s": statistics.mean(waits),
         "wait_p99_s": waits[int(len(waits) * 0.99)],
         "latency_mean_s": statistics.mean(latencies),
@@ -378,7 +379,7 @@ def measure_policy(quick: bool) -> dict[str, Any]:
     return {"requests": workload.requests, "per_second": workload.per_second, "num_blocks": num_blocks, "rows": rows}
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- report
 
 
 def table(title: str, rows: list[dict[str, Any]]) -> None:
@@ -399,7 +400,7 @@ def show(value: Any) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = common.arguments("Cost and effect of scheduling, without a model.")
     parser.add_argument("--quick", action="store_true", help="smaller sizes: under a minute")
-    parser.add_argument("--only", choices=["cost", "blocks", "policy"], help="one of the three parts")
+    parser.add_argument("--only", choices=["cost", "blocks", "policy"], help="run one of the three parts")
     options = parser.parse_args(argv)
     parts: dict[str, Callable[[bool], dict[str, Any]]] = {
         "cost": measure_cost,

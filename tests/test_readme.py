@@ -19,10 +19,10 @@ import yaml
 from ray import serve
 
 from minivllm.actors.config import AppArgs, LiveSettings
-from minivllm.actors.metrics.prometheus import REJECTION_REASONS, render_prometheus
+from minivllm.actors.metrics.prometheus import render_prometheus
 from minivllm.actors.transport.messages import EngineSnapshot
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.stats import EngineStats
+from minivllm.core.stats import EngineStats, RejectionReason
 from tests.conftest import Served
 
 ROOT = Path(__file__).parents[1]
@@ -141,4 +141,4 @@ def test_documented_metrics_are_exported() -> None:
 
 def test_every_rejection_reason_is_documented() -> None:
     section = OPERATIONS.split("\n## Why a request waits or is rejected\n")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(REJECTION_REASONS)
+    assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(RejectionReason)

@@ -1,12 +1,15 @@
-"""EngineConfig: everything that can be set on the engine, checked once."""
+"""EngineConfig: all settings of the engine, validated. SchedulerConfig: its scheduling limits, resolved."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_TOKEN_BUDGET = 512
 
 
 class EngineConfig(BaseModel):
@@ -25,25 +28,56 @@ class EngineConfig(BaseModel):
     quantization: Literal["int8"] | None = None
     compile: Literal["auto", "on", "off"] = "auto"
     attention_backend: str = "auto"
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: the cores we may use")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: the usable cores")
     seed: int | None = Field(None, description="makes requests without a seed repeatable")
 
     # The KV pool
-    block_size: int = Field(16, ge=1, description="tokens a block")
+    block_size: int = Field(16, ge=1, description="tokens per block")
     num_blocks: int | None = Field(None, ge=1, description="usable blocks; default: what memory allows")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory for all we do")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that is used")
     cpu_kv_cache_bytes: int = Field(2 * 1024**3, ge=1, description="size of the pool on a CPU")
     enable_prefix_caching: bool = True
-    watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission keeps back")
-    validate_blocks: bool = Field(False, description="check the owner table on every operation and after every step")
+    watermark: float = Field(0.01, ge=0, lt=1, description="share of the blocks that admission leaves free")
+    validate_blocks: bool = Field(False, description="check all block invariants in every step")
 
     # Scheduling
     max_model_len: int | None = Field(None, ge=2, description="prompt + output; default: the model's, or what fits")
-    max_num_seqs: int = Field(128, ge=1, description="sequences that run at once")
+    max_num_seqs: int = Field(128, ge=1, description="sequences that run at the same time")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="tokens computed in one step; default: 512 on a CPU, 8192 on CUDA"
     )
-    long_prefill_token_threshold: int | None = Field(None, ge=1, description="most tokens of one prompt in a step")
+    long_prefill_token_threshold: int | None = Field(None, ge=1, description="most tokens of one prompt per step")
     max_waiting_requests: int | None = Field(2048, ge=1, description="longer queues are refused; None: no limit")
     max_waiting_tokens: int | None = Field(None, ge=1, description="most prompt tokens that may wait; None: no limit")
     max_head_bypasses: int = Field(32, ge=0, description="requests that may overtake one that waits for blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of the scheduler as plain numbers; sys.maxsize where there is no limit."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    max_head_bypasses: int
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, pool_tokens: int) -> SchedulerConfig:
+        """Fills in the defaults: a context as long as the pool, the default token budget, no limit elsewhere."""
+        budget = config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        return cls(
+            max_model_len=min(config.max_model_len or pool_tokens, pool_tokens),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=config.long_prefill_token_threshold or budget,
+            max_waiting_requests=_or_no_limit(config.max_waiting_requests),
+            max_waiting_tokens=_or_no_limit(config.max_waiting_tokens),
+            max_head_bypasses=config.max_head_bypasses,
+        )
+
+
+def _or_no_limit(limit: int | None) -> int:
+    return sys.maxsize if limit is None else limit

@@ -1,21 +1,22 @@
 """LLMEngine: scheduler, block manager and model runner in one loop. Token ids in, token ids out; one thread.
 
-A step is: schedule, execute, update. Everything else here guards the three.
+A step is: schedule, execute, update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
-from minivllm.core.config import EngineConfig
+from minivllm.core.config import EngineConfig, SchedulerConfig
 from minivllm.core.errors import EngineDeadError, IntegrityError, InvalidRequestError
 from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.output import SchedulerOutput
-from minivllm.core.scheduler.scheduler import DEFAULT_TOKEN_BUDGET, Scheduler
+from minivllm.core.scheduler.scheduler import Scheduler
 from minivllm.core.sequence import Sequence
 from minivllm.core.stats import EngineStats
 
@@ -23,43 +24,53 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes the steps: the ModelRunner, or in tests something that only pretends to."""
+    """What computes the steps: the ModelRunner, or a fake in tests.
+
+    Attributes:
+        num_blocks: usable blocks of the KV pool.
+        vocab_size: width of the logits: token ids from 0 up to this exist.
+        max_model_len: longest context of the model itself, in tokens.
+        eos_token_ids: tokens that end a text.
+        generation_defaults: fields of SamplingParams that the model's authors recommend.
+        default_token_budget: tokens per step that suit the device.
+    """
 
     @property
     def num_blocks(self) -> int: ...
     @property
-    def vocab_size(self) -> int:
-        """Width of the logits: ids from 0 to this exist."""
-        ...
-
+    def vocab_size(self) -> int: ...
     @property
-    def max_model_len(self) -> int:
-        """Longest context of the model itself."""
-        ...
-
+    def max_model_len(self) -> int: ...
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    @property
+    def default_token_budget(self) -> int: ...
 
     def prepare(self, sequence: Sequence) -> None:
-        """Makes what sampling this sequence needs; InvalidRequestError if it asks for what cannot be done."""
+        """Makes what sampling this sequence needs. Raises InvalidRequestError if that cannot be done."""
 
-    def execute(self, step: SchedulerOutput) -> SequenceOf[int | SampleResult | None]:
-        """Computes a step; one result for each of its sequences, in order."""
+    def precompile(self, sampling_params: SamplingParams) -> None:
+        """Does the slow part of `prepare` ahead, from any thread. Raises the same."""
+
+    def execute(self, scheduler_output: SchedulerOutput) -> list[SampleResult]:
+        """Computes a step. Returns one result per sequence, in order."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Lets go of everything held for a sequence. Called once, when it has ended."""
+        """Drops all state of a sequence. Called once, when it has ended."""
 
 
 class LLMEngine:
-    """One model on one pool.
+    """One model on one KV pool.
 
     Args:
         config: `engine.config` is a copy with `num_blocks`, `max_model_len` and `max_num_batched_tokens` filled in.
-        model_runner: made from the config unless given.
+        model_runner: built from the config unless given.
 
-    Raises InvalidRequestError if `max_model_len` is more than the model or the pool can hold, ModelLoadError if there
-    is no such model.
+    Raises InvalidRequestError if `max_model_len` is more than the model or the pool can hold, ModelLoadError if the
+    model cannot be loaded.
     """
 
     def __init__(self, config: EngineConfig, model_runner: Runner | None = None) -> None:
@@ -68,15 +79,6 @@ class LLMEngine:
 
             model_runner = build_model_runner(config)
         self.model_runner = model_runner
-        pool_tokens = model_runner.num_blocks * config.block_size
-        budget = getattr(model_runner, "default_token_budget", DEFAULT_TOKEN_BUDGET)
-        self.config = config.model_copy(
-            update={
-                "num_blocks": model_runner.num_blocks,
-                "max_model_len": resolve_max_model_len(config.max_model_len, model_runner.max_model_len, pool_tokens),
-                "max_num_batched_tokens": config.max_num_batched_tokens or budget,
-            }
-        )
         self.block_manager = BlockManager(
             model_runner.num_blocks,
             config.block_size,
@@ -84,12 +86,19 @@ class LLMEngine:
             watermark=config.watermark,
             validate=config.validate_blocks,
         )
+        self.config = config.model_copy(
+            update={
+                "num_blocks": model_runner.num_blocks,
+                "max_model_len": _resolve_max_model_len(config, model_runner, self.block_manager),
+                "max_num_batched_tokens": config.max_num_batched_tokens or model_runner.default_token_budget,
+            }
+        )
         self.scheduler = Scheduler(
             self.config, self.block_manager, model_runner.eos_token_ids, on_end=model_runner.release
         )
         self.is_dead = False
 
-    # ---------------------------------------------------------------- requests
+    # ---- requests
 
     def add_request(
         self,
@@ -104,7 +113,7 @@ class LLMEngine:
         """Queues a request, or raises and keeps nothing of it.
 
         Args:
-            request_id: not alive in this engine; an ended one may come again.
+            request_id: not that of a live request; the id of an ended one may be used again.
             prompt_token_ids: at least one, each below the vocabulary's size.
             priority: lower goes first.
             cache_salt: shares cached prefixes only with requests of the same salt.
@@ -120,13 +129,12 @@ class LLMEngine:
         self._check_ids(prompt_token_ids)
         samples = [
             Sequence(
-                request_id if sampling_params.n == 1 else f"{request_id}/{index}",
+                request_id,
                 prompt_token_ids,
                 sampling_params if index == 0 else sampling_params.model_copy(update={"prompt_logprobs": None}),
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,
-                parent_request_id=request_id,
                 index=index,
             )
             for index in range(sampling_params.n)
@@ -135,68 +143,85 @@ class LLMEngine:
 
     def abort_request(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it; its terminal output comes with the next step. Unknown ids: a no-op."""
-        self.scheduler.abort(request_id, index)
+        try:
+            self.scheduler.abort(request_id, index)
+        except IntegrityError as error:
+            self._die_of_violation(error)
 
     def has_unfinished_requests(self) -> bool:
-        """True until the terminal output of every request has been handed out."""
+        """Returns True until `step` has returned the terminal output of every request."""
         return self.scheduler.has_unfinished()
 
-    # ---------------------------------------------------------------- the step
+    # ---- the step
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step, and returns what is new.
+        """Computes one step, and returns the new outputs.
 
-        A failed forward pass ends every request with an EngineDeadError in its output, and the engine with them.
+        After a failed forward pass or a broken block invariant the engine is dead: every live request ends with an
+        EngineDeadError in its output. With `validate_blocks` all invariants are checked before the results are used.
         """
+        if self.is_dead:
+            return self.scheduler.take_outputs()
         try:
             step = self.scheduler.schedule()
+            try:
+                results = self.model_runner.execute(step) if step.sequences else []
+            except Exception as error:
+                self._die(f"the forward pass failed: {type(error).__name__}: {error}", error)
+                return self.scheduler.take_outputs()
+            except BaseException:  # Ctrl-C: the step did not happen, the engine goes on
+                self.scheduler.discard_step()
+                raise
+            if self.config.validate_blocks:
+                self.block_manager.check_integrity()
+            return self.scheduler.update_from_output(step, results)
         except IntegrityError as error:
-            self.scheduler.contain(error)
-            step = self.scheduler.schedule()
-        try:
-            results = self.model_runner.execute(step) if step.sequences else []
-        except Exception as error:
-            return self._die(error)
-        except BaseException:  # Ctrl-C: the step did not happen, the engine is still whole
-            self.scheduler.discard_step()
-            raise
-        outputs = self.scheduler.update_from_output(step, results)
-        if self.config.validate_blocks:
-            self._check_integrity()
-        return outputs
+            self._die_of_violation(error)
+            return self.scheduler.take_outputs()
+
+    # ---- settings and state
+
+    def apply_settings(self, **limits: int | None) -> None:
+        """Changes limits of the running engine: `max_waiting_requests`, `max_waiting_tokens`; None is no limit.
+
+        Raises InvalidRequestError on another name, pydantic's ValidationError on a wrong value (both ValueErrors), and
+        then changes nothing.
+        """
+        unknown = limits.keys() - {"max_waiting_requests", "max_waiting_tokens"}
+        if unknown:
+            name = min(unknown)
+            raise InvalidRequestError(f"{name} cannot be changed while the engine runs", param=name)
+        self.config = EngineConfig.model_validate(self.config.model_dump() | limits)
+        pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
+        self.scheduler.config = SchedulerConfig.resolve(self.config, pool_tokens)
 
     def stats(self) -> EngineStats:
-        """A snapshot: gauges of now, and sums since the start."""
-        manager, counters = self.block_manager, self.scheduler.counters
+        """Returns a snapshot of gauges and counters."""
+        manager, scheduler = self.block_manager, self.scheduler
         free = manager.get_num_free_blocks()
-        return EngineStats(
+        return replace(
+            scheduler.stats,
             num_free_blocks=free,
             num_used_blocks=manager.num_blocks - free,
             num_total_blocks=manager.num_blocks,
             num_cached_blocks=len(manager.pool.evictable),
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
             block_size=manager.block_size,
-            max_model_len=self.scheduler.max_model_len,
-            steps_total=counters.steps,
-            prompt_tokens_total=counters.prompt_tokens,
-            generated_tokens_total=counters.generated_tokens,
-            computed_tokens_total=counters.computed_tokens,
-            prefix_cache_query_tokens_total=counters.cache_query_tokens,
-            prefix_cache_hit_tokens_total=counters.cache_hit_tokens,
-            recomputed_tokens_total=counters.recomputed_tokens,
-            preemptions_total=counters.preemptions,
-            integrity_violations_total=counters.integrity_violations,
-            requests_total=counters.requests,
-            rejections=dict(counters.rejections),
-            finished=dict(counters.finished),
+            max_model_len=scheduler.config.max_model_len,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+            max_waiting_requests=scheduler.config.max_waiting_requests,
+            max_waiting_tokens=scheduler.config.max_waiting_tokens,
+            rejections=dict(scheduler.stats.rejections),
+            finished=dict(scheduler.stats.finished),
         )
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached prefixes. False, and nothing changed, while a request uses one."""
         return self.block_manager.reset_prefix_cache()
 
-    # ---------------------------------------------------------------- inside
+    # ---- inside
 
     def _check_ids(self, prompt_token_ids: object) -> None:
         if not isinstance(prompt_token_ids, (list, tuple)):
@@ -207,11 +232,11 @@ class LLMEngine:
         for token_id in prompt_token_ids:
             if type(token_id) is not int or not 0 <= token_id < size:
                 raise InvalidRequestError(
-                    f"token id {token_id!r:.50} is not a whole number from 0 to {size - 1}", param="prompt"
+                    f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}", param="prompt"
                 )
 
     def _prepare_and_add(self, samples: list[Sequence]) -> None:
-        self.scheduler.check_new(samples)  # first: preparing a live id again would replace its sampler state
+        self.scheduler.check_new(samples[0])  # first, so that nothing is prepared for a live id
         prepared: list[Sequence] = []
         try:
             for sequence in samples:
@@ -223,33 +248,35 @@ class LLMEngine:
                 self.model_runner.release(sequence)
             raise
 
-    def _die(self, error: Exception) -> list[RequestOutput]:
-        logger.error("the forward pass failed; every request ends with an error", exc_info=error)
+    def _die_of_violation(self, error: IntegrityError) -> None:
+        """Stops the engine, since a broken invariant may mean that one request reads the KV of another."""
+        self.scheduler.stats.integrity_violations_total += 1
+        self._die(f"a KV block invariant is broken: {error.message}", error)
+
+    def _die(self, message: str, error: Exception) -> None:
+        logger.error("%s; every request ends with an error", message, exc_info=error)
         self.is_dead = True
-        return self.scheduler.fail_all(EngineDeadError(f"the forward pass failed: {type(error).__name__}: {error}"))
-
-    def _check_integrity(self) -> None:
-        """Audits the ledger after a step. What is broken is contained; its requests end with the next step."""
-        try:
-            self.block_manager.check_integrity()
-        except IntegrityError as error:
-            self.scheduler.contain(error)
+        self.scheduler.fail_all(EngineDeadError(message))
 
 
-def resolve_max_model_len(wanted: int | None, model_limit: int, pool_tokens: int) -> int:
-    """The context length in force. What was asked for is held or refused; unasked, it is what fits.
+def _resolve_max_model_len(config: EngineConfig, runner: Runner, block_manager: BlockManager) -> int:
+    """Returns the context length in force: `max_model_len`, by default the longest that model and pool can hold.
 
-    Raises InvalidRequestError naming the largest length that would be possible.
+    Raises InvalidRequestError naming the longest if the one configured is longer.
     """
-    largest = min(model_limit, pool_tokens)
+    pool_tokens = block_manager.num_blocks * block_manager.block_size
+    largest = min(runner.max_model_len, pool_tokens)
+    wanted = config.max_model_len
     if wanted is None:
-        if pool_tokens < model_limit:
-            logger.warning("max_model_len lowered from %d to %d, which the KV pool can hold", model_limit, largest)
+        if pool_tokens < runner.max_model_len:
+            logger.warning(
+                "max_model_len lowered from %d to %d, which the KV pool can hold", runner.max_model_len, largest
+            )
         return largest
-    if wanted > largest:
-        owner = "the KV pool holds" if pool_tokens < model_limit else "the model was made for"
+    if wanted > runner.max_model_len or not block_manager.can_allocate(wanted):
+        limit = "the KV pool holds" if pool_tokens < runner.max_model_len else "the model was trained for"
         raise InvalidRequestError(
-            f"max_model_len is {wanted}, but {owner} {largest} tokens; the largest possible is {largest}",
+            f"max_model_len is {wanted}, but {limit} {largest} tokens; the largest possible is {largest}",
             param="max_model_len",
             largest=largest,
         )

@@ -1,6 +1,6 @@
-"""Typed errors. Each is a ValueError, survives pickling (Ray carries it between processes) and knows what it is about.
+"""Typed errors. Each is a ValueError, survives pickling (Ray sends it between processes) and has details as attributes.
 
-Of them all only `EngineOverloadedError` is worth a retry: the others would come again.
+Only `EngineOverloadedError` is worth a retry: the others would occur again.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class MinivllmError(ValueError):
-    """Base of all our errors.
+    """Base of all errors of minivllm.
 
-    Keyword details become attributes and survive `pickle`, which by default would call `cls(*args)` and lose them.
+    Keyword details become attributes and survive `pickle`, which by default calls `cls(*args)` and loses them.
     """
 
     def __init__(self, message: str, **details: Any) -> None:
@@ -29,7 +29,7 @@ def _rebuild(kind: type[MinivllmError], message: str, details: dict[str, Any]) -
 
 
 class InvalidRequestError(MinivllmError):
-    """The request itself is wrong. `param` names the field at fault, when one is."""
+    """The request itself is wrong. `param` names the wrong field, if it is one."""
 
     def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
         super().__init__(message, param=param, **details)
@@ -37,19 +37,23 @@ class InvalidRequestError(MinivllmError):
 
 
 class NeverFitsError(InvalidRequestError):
-    """The prompt leaves no room for one output token, in the context or in the pool: waiting would not help."""
+    """The prompt leaves no room for one output token in the context or in the pool, however long it waits."""
 
 
 class NoFreeBlocksError(MinivllmError):
-    """The pool has fewer free blocks than were asked for. Nothing was taken."""
+    """The pool has too few free blocks. None was taken."""
 
 
 class BlockNotInUseError(MinivllmError):
-    """A block was given back that nobody holds, does not exist, or stands twice in one call. Nothing was freed."""
+    """A block to be freed is not in use, does not exist or is repeated in the call. None was freed."""
+
+    def __init__(self, message: str, *, block_id: int | None = None, **details: Any) -> None:
+        super().__init__(message, block_id=block_id, **details)
+        self.block_id = block_id
 
 
 class IntegrityError(MinivllmError):
-    """An invariant of the block ledger does not hold. Names the block and the sequences concerned."""
+    """An invariant of the block manager is broken. Names the block and the sequences concerned."""
 
     def __init__(
         self, message: str, *, block_id: int | None = None, request_ids: tuple[str, ...] = (), **details: Any
@@ -60,7 +64,7 @@ class IntegrityError(MinivllmError):
 
 
 class EngineOverloadedError(MinivllmError):
-    """The waiting queue is full. `retry_after_s` is a hint: when it is worth asking again."""
+    """The waiting queue is full. `retry_after_s` is a hint when to retry."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, **details: Any) -> None:
         super().__init__(message, retry_after_s=retry_after_s, **details)
@@ -68,12 +72,12 @@ class EngineOverloadedError(MinivllmError):
 
 
 class RequestFailedError(MinivllmError):
-    """This one request failed on the server's side; its neighbours go on."""
+    """This one request failed on the server's side; other requests continue."""
 
 
 class EngineDeadError(MinivllmError):
-    """A forward pass failed. Every waiting request was ended with this error; the replica must be replaced."""
+    """A forward pass failed or a block invariant is broken. Ends every live request; the replica must be replaced."""
 
 
 class ModelLoadError(MinivllmError):
-    """The model cannot be served: not found, of an unsupported architecture, or in need of a package."""
+    """The model cannot be served: not found, of an unsupported architecture, or a package is missing."""

@@ -112,8 +112,8 @@ class _Prefix:
         """Extends the chains by the new tokens of the sequence. Raises KVFaultError if an earlier token has changed."""
         token_ids = [*sequence.prompt_token_ids, *sequence.output_token_ids]
         known = len(self.token_ids)
-        require(token_ids[:known] == self.token_ids, f"{sequence.request_id}: earlier tokens have changed")
-        require(len(token_ids) == sequence.num_tokens, f"{sequence.request_id}: num_tokens is wrong")
+        require(token_ids[:known] == self.token_ids, f"{sequence.seq_id}: earlier tokens have changed")
+        require(len(token_ids) == sequence.num_tokens, f"{sequence.seq_id}: num_tokens is wrong")
         fresh = token_ids[known:]
         self.identities += chain(fresh, self.identities[-1] if known else salted_start(sequence.cache_salt))
         self.plain += chain(fresh, self.plain[-1] if known else 1)
@@ -146,6 +146,8 @@ class FakeRunner:
         self.vocab_size = self.model.vocab_size
         self.eos_token_ids = self.model.eos_token_ids
         self.max_model_len = max_model_len
+        self.generation_defaults: dict[str, Any] = {}
+        self.default_token_budget = 512
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.fail_after: dict[str, int] = {}
@@ -174,15 +176,18 @@ class FakeRunner:
     # What the engine calls
 
     def prepare(self, sequence: Sequence) -> None:
-        require(sequence.request_id not in self._live, f"{sequence.request_id} was prepared twice")
+        require(sequence.seq_id not in self._live, f"{sequence.seq_id} was prepared twice")
         for token_id in sequence.sampling_params.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise InvalidRequestError(f"token id {token_id} is beyond the vocabulary", param="stop_token_ids")
-        self._live[sequence.request_id] = _Prefix()
+        self._live[sequence.seq_id] = _Prefix()
+
+    def precompile(self, sampling_params: SamplingParams) -> None:
+        """Nothing is compiled."""
 
     def release(self, sequence: Sequence) -> None:
-        if self._live.pop(sequence.request_id, None) is None:
-            self.fault = KVFaultError(f"{sequence.request_id} was released twice or never prepared")
+        if self._live.pop(sequence.seq_id, None) is None:
+            self.fault = KVFaultError(f"{sequence.seq_id} was released twice or never prepared")
             raise self.fault
         self.released_total += 1
 
@@ -213,7 +218,7 @@ class FakeRunner:
 
     def _check_step(self, step: Any) -> None:
         require(step.sequences, "an empty step was executed")
-        scheduled_ids = [scheduled.sequence.request_id for scheduled in step.sequences]
+        scheduled_ids = [scheduled.sequence.seq_id for scheduled in step.sequences]
         require(len(set(scheduled_ids)) == len(scheduled_ids), f"a sequence is scheduled twice: {scheduled_ids}")
         total = sum(scheduled.end - scheduled.start for scheduled in step.sequences)
         require(step.num_tokens == total, f"step.num_tokens is {step.num_tokens}, its sequences have {total}")
@@ -226,14 +231,14 @@ class FakeRunner:
 
     def _check_scheduled(self, scheduled: Any) -> None:
         sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
-        name = sequence.request_id
+        name = sequence.seq_id
         prefix = self._live.get(name)
         require(prefix is not None, f"{name} is scheduled but was not prepared or is released")
         prefix.follow(sequence)
         require(not sequence.is_finished, f"{name} is finished and scheduled")
         require(0 <= start < end <= sequence.num_tokens, f"{name}: tokens {start}..{end} of {sequence.num_tokens}")
         require(
-            start == sequence.num_computed_tokens, f"{name}: starts at {start}, {sequence.num_computed_tokens} cached"
+            start == sequence.num_computed_tokens, f"{name}: starts at {start}, {sequence.num_computed_tokens} computed"
         )
         due = end == sequence.num_tokens and sequence.sampling_params.max_tokens != 0
         require(scheduled.samples == due, f"{name}: samples is {scheduled.samples}")
@@ -250,18 +255,18 @@ class FakeRunner:
         sequence, size = scheduled.sequence, self.block_size
         expected = [sequence.block_table[i // size] * size + i % size for i in range(scheduled.start, scheduled.end)]
         answered = self._manager.slot_mapping(sequence, scheduled.start, scheduled.end)
-        require(list(answered) == expected, f"{sequence.request_id}: slots {answered}, but the table says {expected}")
+        require(list(answered) == expected, f"{sequence.seq_id}: slots {answered}, but the table says {expected}")
         if scheduled.samples:
             free = self._manager.get_num_free_blocks()
             slot = self._manager.append_slot_for_decode(sequence)
-            require(free == self._manager.get_num_free_blocks(), f"{sequence.request_id}: asking again took a block")
+            require(free == self._manager.get_num_free_blocks(), f"{sequence.seq_id}: asking again took a block")
             flat = slot.physical_block_id * size + slot.offset
-            require(flat == expected[-1], f"{sequence.request_id}: {slot} is not the slot of its last token")
+            require(flat == expected[-1], f"{sequence.seq_id}: {slot} is not the slot of its last token")
 
     def _check_reads(self, scheduled: Any, end: int, when: str) -> None:
         """Checks that every slot of tokens 0..end was written for this token and this prefix."""
         sequence, size = scheduled.sequence, self.block_size
-        identities = self._live[sequence.request_id].identities
+        identities = self._live[sequence.seq_id].identities
         for first in range(0, end, size):
             block = sequence.block_table[first // size]
             count = min(size, end - first)
@@ -269,7 +274,7 @@ class FakeRunner:
                 self._explain_read(sequence, block, first, count, when)
 
     def _explain_read(self, sequence: Sequence, block: int, first: int, count: int, when: str) -> None:
-        prefix = self._live[sequence.request_id]
+        prefix = self._live[sequence.seq_id]
         for offset in range(count):
             slot, position = block * self.block_size + offset, first + offset
             if self._identities[slot] != prefix.identities[position]:
@@ -278,7 +283,7 @@ class FakeRunner:
                 if found == (prefix.token_ids[position], position):
                     what = "the same token after another prefix"
                 raise KVFaultError(
-                    f"{sequence.request_id} reads token {prefix.token_ids[position]} of position {position} in block "
+                    f"{sequence.seq_id} reads token {prefix.token_ids[position]} of position {position} in block "
                     f"{block} at offset {offset} {when}, and finds {what}; its table is {sequence.block_table}"
                 )
 
@@ -288,15 +293,13 @@ class FakeRunner:
         writers: dict[int, Sequence] = {}
         for scheduled in step.sequences:
             sequence, size = scheduled.sequence, self.block_size
-            prefix = self._live[sequence.request_id]
+            prefix = self._live[sequence.seq_id]
             for position in range(scheduled.start, scheduled.end):
                 slot = sequence.block_table[position // size] * size + position % size
                 identity = prefix.identities[position]
                 other = writers.setdefault(slot, sequence)
                 if other is not sequence and self._identities[slot] != identity:
-                    raise KVFaultError(
-                        f"{other.request_id} and {sequence.request_id} both write slot {slot} in one step"
-                    )
+                    raise KVFaultError(f"{other.seq_id} and {sequence.seq_id} both write slot {slot} in one step")
                 self._identities[slot] = identity
                 self._written[slot] = (prefix.token_ids[position], position)
             self._forget_rest_of_block(sequence, scheduled.end)
@@ -329,7 +332,7 @@ class FakeRunner:
     def _result(self, scheduled: Any) -> SampleResult:
         sequence = scheduled.sequence
         params = sequence.sampling_params
-        prefix = self._live[sequence.request_id]
+        prefix = self._live[sequence.seq_id]
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             last = min(scheduled.end, sequence.num_prompt_tokens - 1)
@@ -339,9 +342,9 @@ class FakeRunner:
             ]
         if not scheduled.samples:
             return SampleResult(prompt_logprobs=prompt_logprobs)
-        fails_after = self.fail_after.get(sequence.parent_request_id)
+        fails_after = self.fail_after.get(sequence.request_id)
         if fails_after is not None and len(sequence.output_token_ids) >= fails_after:
-            return SampleResult(error=RequestFailedError(f"{sequence.request_id} is set to fail"))
+            return SampleResult(error=RequestFailedError(f"{sequence.seq_id} is set to fail"))
         token_id = self.model.next_token(prefix.plain[-1], sequence.index)
         logprobs = None if params.logprobs is None else TokenLogprobs(token_id, -0.5)
         return SampleResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

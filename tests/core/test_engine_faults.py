@@ -1,4 +1,4 @@
-"""Aborted requests leave no state, and corrupted block accounting ends only the requests it affects."""
+"""Aborted requests leave no state, and corrupted block accounting stops the engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from minivllm.core.errors import EngineDeadError
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
 from tests.core.harness import WatchedEngine, leftovers, reachable
 
@@ -146,33 +149,64 @@ CORRUPTIONS = [
 ]
 
 
+def check_dead(watched: WatchedEngine, num_samples: int) -> None:
+    """The engine is dead, every sample has one terminal output, all totals agree, and nothing more is computed.
+
+    `WatchedEngine` has compared every token with the oracle.
+    """
+    engine = watched.engine
+    assert engine.is_dead
+    assert not engine.has_unfinished_requests()
+    assert watched.live == {}
+    assert len(watched.ended) == num_samples
+    failed = [ended for ended in watched.ended if ended.finish_reason == FinishReason.ERROR]
+    assert failed
+    stats = engine.stats()
+    assert stats.integrity_violations_total == 1
+    assert stats.finished == {str(reason): count for reason, count in watched.finish_counts.items()}
+    assert stats.requests_total == num_samples
+    assert stats.generated_tokens_total >= sum(len(ended.tokens) for ended in watched.ended)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert not watched.runner.live_request_ids
+    steps = watched.runner.steps_executed
+    with pytest.raises(EngineDeadError):
+        engine.add_request("new", [1], SamplingParams())
+    assert engine.step() == []
+    assert watched.runner.steps_executed == steps
+
+
+def drain_dead(watched: WatchedEngine) -> list[RequestOutput]:
+    """Steps until the engine is dead. Returns the outputs of the last step."""
+    for _ in range(50):
+        outputs = watched.step()
+        if watched.engine.is_dead:
+            return outputs
+    raise AssertionError("the violation was not found in 50 steps")
+
+
+def corruptible_engine(num_requests: int, max_tokens: int = 12, **options: Any) -> WatchedEngine:
+    watched = WatchedEngine(num_blocks=24, block_size=2, expects_death=True, full_checks=False, **options)
+    for number in range(num_requests):
+        watched.add([10 * number + digit for digit in range(1, 6 + number % 2)], max_tokens=max_tokens, ignore_eos=True)
+    return watched
+
+
 @pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
-def test_corruption_ends_only_the_affected_requests(steps: int, corrupt: Any, caching: bool) -> None:
-    """The violation is counted, the unaffected requests finish, and the engine serves later requests."""
-    watched = WatchedEngine(
-        num_blocks=24, block_size=2, max_num_seqs=3, enable_prefix_caching=caching, validate_blocks=True
-    )
-    for number in range(5):
-        watched.add([10 * number + digit for digit in range(1, 6)], max_tokens=8, ignore_eos=True)
+def test_corruption_ends_every_request_and_stops_the_engine(steps: int, corrupt: Any, caching: bool) -> None:
+    """It is found in the step in which it occurs, before any of the step's tokens is delivered."""
+    watched = corruptible_engine(5, max_tokens=8, max_num_seqs=3, enable_prefix_caching=caching)
     for _ in range(steps):
         watched.step()
     scheduler, pool = watched.engine.scheduler, watched.engine.block_manager.pool
     one, two = scheduler.running[:2]
-    affected = [watched.live[sequence.request_id, 0] for sequence in (one, two)]
-    for sample in affected:
-        sample.may_fail = True
     watched.during_next_step(lambda: corrupt(one, two, pool))
-    watched.drain()
-    assert not watched.engine.is_dead
-    assert watched.engine.stats().integrity_violations_total >= 1
-    assert len(watched.ended) == 5
-    assert sum(ended.finish_reason == FinishReason.LENGTH for ended in watched.ended) >= 3
-    for number in range(4):
-        watched.add([number + 1] * 9, max_tokens=8, ignore_eos=True)
-    watched.drain()
-    assert len(watched.ended) == 9
+    outputs = watched.step()
+    assert len(outputs) == 5
+    assert all(output.finish_reason == FinishReason.ERROR and not output.new_token_ids for output in outputs)
+    assert all(isinstance(output.error, EngineDeadError) for output in outputs)
+    check_dead(watched, 5)
 
 
 def prepend_a_used_block_to_the_free_queue(one: Any, two: Any, pool: Any) -> None:
@@ -188,36 +222,46 @@ FOUND_WHILE_SCHEDULING = [
 ]
 
 
+@pytest.mark.parametrize("validate", [False, True], ids=["no-validation", "validation"])
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("corrupt", FOUND_WHILE_SCHEDULING, ids=lambda corrupt: corrupt.__name__)
-def test_corruption_found_while_scheduling_ends_at_most_two_requests(corrupt: Any, steps: int) -> None:
-    """Corruption that makes schedule() raise ends the affected requests, and the other requests finish."""
-    watched = WatchedEngine(num_blocks=24, block_size=2, enable_prefix_caching=False, validate_blocks=True)
-    for number in range(4):
-        watched.add([10 * number + digit for digit in range(1, 6 + number % 2)], max_tokens=12, ignore_eos=True)
+def test_corruption_found_while_scheduling_stops_the_engine(corrupt: Any, steps: int, validate: bool) -> None:
+    """Corruption between two steps is found by the checks of every allocation, without validation too."""
+    watched = corruptible_engine(4, enable_prefix_caching=False, validate_blocks=validate)
     for _ in range(steps):
         watched.step()
     one, two = watched.engine.scheduler.running[:2]
-    for sequence in watched.engine.scheduler.running:
-        # The sequence that allocates the block is affected too, and that may be any of them.
-        watched.live[sequence.request_id, 0].may_fail = True
     corrupt(one, two, watched.engine.block_manager.pool)
-    watched.drain()
-    assert not watched.engine.is_dead
-    assert watched.engine.stats().integrity_violations_total >= 1
-    assert watched.finish_counts["length"] >= 2, "at most two requests are affected"
+    outputs = drain_dead(watched)
+    assert len(outputs) == 4
+    assert all(isinstance(output.error, EngineDeadError) for output in outputs)
+    check_dead(watched, 4)
 
 
-def test_corruption_is_logged_with_its_block_and_request(caplog: pytest.LogCaptureFixture) -> None:
-    watched = WatchedEngine(num_blocks=24, block_size=2, validate_blocks=True)
-    watched.add([1, 2, 3, 4, 5], max_tokens=8, ignore_eos=True)
+@pytest.mark.parametrize("validate", [False, True], ids=["no-validation", "validation"])
+def test_corruption_found_by_an_abort_stops_the_engine(validate: bool) -> None:
+    """The next step returns the terminal outputs."""
+    watched = corruptible_engine(3, validate_blocks=validate)
+    for _ in range(3):
+        watched.step()
+    one = watched.engine.scheduler.running[0]
+    one.block_table.pop()
+    watched.abort(one.request_id)
+    assert watched.engine.is_dead
+    assert watched.engine.has_unfinished_requests()
+    outputs = watched.step()
+    assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * 3
+    check_dead(watched, 3)
+
+
+def test_corruption_is_logged_and_reported_with_its_block_and_request(caplog: pytest.LogCaptureFixture) -> None:
+    watched = corruptible_engine(1)
     watched.step()
     [one] = watched.engine.scheduler.running
-    watched.live[one.request_id, 0].may_fail = True
     block = one.block_table[0]
     watched.during_next_step(lambda: one.block_table.insert(0, block))
-    watched.drain()
-    assert f"{block}" in caplog.text
-    assert one.request_id in caplog.text
-    [ended] = watched.ended
-    assert ended.finish_reason == FinishReason.ERROR
+    [output] = watched.step()
+    for text in (caplog.text, str(output.error)):
+        assert f"block {block} " in text
+        assert one.request_id in text
+    check_dead(watched, 1)

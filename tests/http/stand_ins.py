@@ -88,6 +88,8 @@ class ScriptedRunner:
         self.max_model_len = max_model_len
         self.vocab_size = tokenizer.vocab_size
         self.eos_token_ids = tokenizer.eos_token_ids
+        self.generation_defaults: dict[str, Any] = {}
+        self.default_token_budget = 512
         self.live: set[str] = set()
         self.fail_next_step: Exception | None = None
         self.fail_samples: dict[str, Exception] = {}
@@ -96,18 +98,19 @@ class ScriptedRunner:
         self.may_fail.set()
         self._scripts: dict[str, list[int]] = {}
 
-    def precompile(self, sampling_params: SamplingParams) -> None: ...
-
     def prepare(self, sequence: Sequence) -> None:
         prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
         reply = next((text for piece, text in self.replies.items() if piece in prompt), None)
         ids = self.tokenizer.encode(self.default if reply is None else reply, add_special_tokens=False)
-        self._scripts[sequence.request_id] = ids * 2000 if reply is None else [*ids, *sorted(self.eos_token_ids)[:1]]
-        self.live.add(sequence.request_id)
+        self._scripts[sequence.seq_id] = ids * 2000 if reply is None else [*ids, *sorted(self.eos_token_ids)[:1]]
+        self.live.add(sequence.seq_id)
+
+    def precompile(self, sampling_params: SamplingParams) -> None:
+        """Compiles nothing."""
 
     def release(self, sequence: Sequence) -> None:
-        self.live.discard(sequence.request_id)
-        self._scripts.pop(sequence.request_id, None)
+        self.live.discard(sequence.seq_id)
+        self._scripts.pop(sequence.seq_id, None)
 
     def execute(self, step: SchedulerOutput) -> list[SampleResult]:
         if self.fail_next_step is not None:
@@ -127,7 +130,7 @@ class ScriptedRunner:
         error = self._planned_error(sequence, place)
         if error is not None:
             return SampleResult(error=error)
-        script = self._scripts[sequence.request_id]
+        script = self._scripts[sequence.seq_id]
         token_id = script[min(place, len(script) - 1)]
         logprobs = None if sequence.sampling_params.logprobs is None else self._score(token_id)
         return SampleResult(token_id, logprobs, scores)

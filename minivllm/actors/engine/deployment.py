@@ -61,7 +61,7 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
     runner = build_model_runner(config)
     engine = LLMEngine(config, runner)
-    warm_up(runner, engine.scheduler.token_budget)
+    warm_up(runner, engine.scheduler.config.max_num_batched_tokens)
     freeze_gc()
     return engine
 

@@ -141,7 +141,7 @@ class EngineLoop:
     async def apply(self, settings: LiveSettings) -> None:
         """Puts new settings in force between two steps."""
         limits = settings.model_dump(include={"max_waiting_requests", "max_waiting_tokens"})
-        await self.call(lambda engine: _apply_settings(engine, **limits))
+        await self.call(lambda engine: engine.apply_settings(**limits))
         self.settings = settings
 
     async def snapshot(self) -> EngineSnapshot:
@@ -277,11 +277,6 @@ class EngineLoop:
         # The loop may be closed: its process is then shutting down.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _apply_settings(engine: LLMEngine, *, max_waiting_requests: int | None, max_waiting_tokens: int | None) -> None:
-    limits = {"max_waiting_requests": max_waiting_requests, "max_waiting_tokens": max_waiting_tokens}
-    engine.scheduler.config = engine.scheduler.config.model_copy(update=limits)
 
 
 def _log_error(_: None, error: BaseException | None) -> None:

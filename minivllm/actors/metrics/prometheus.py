@@ -1,9 +1,10 @@
-"""render_prometheus: one engine snapshot as Prometheus text, format version 0.0.4."""
+"""render_prometheus: formats an engine snapshot as Prometheus text, version 0.0.4."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,36 +18,18 @@ from minivllm.actors.transport.messages import (
     EngineSnapshot,
     Histogram,
 )
+from minivllm.core.sequence import FinishReason
+from minivllm.core.stats import EngineStats, RejectionReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-REJECTION_REASONS = ("no_free_blocks", "watermark", "max_num_seqs", "token_budget", "never_fits", "queue_full")
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
-_GAUGES = {
-    "num_requests_running": ("num_running", "Sequences that hold KV blocks and are computed in steps"),
-    "num_requests_waiting": ("num_waiting", "Sequences that wait for admission, preempted ones included"),
-    "max_model_len": ("max_model_len", "Longest prompt and output together, in tokens"),
-    "kv_block_size": ("block_size", "Tokens in one KV block"),
-}
 _BLOCK_STATES = {
     "free": "num_free_blocks",
     "used": "num_used_blocks",
     "cached": "num_cached_blocks",
     "total": "num_total_blocks",
 }
-_COUNTERS = {
-    "engine_steps": ("steps_total", "Forward passes"),
-    "requests": ("requests_total", "Requests that were accepted"),
-    "prompt_tokens": ("prompt_tokens_total", "Prompt tokens of accepted requests"),
-    "generated_tokens": ("generated_tokens_total", "Tokens sampled"),
-    "computed_tokens": ("computed_tokens_total", "Tokens that went through the model: prefill, decode and recompute"),
-    "recomputed_tokens": ("recomputed_tokens_total", "Tokens computed once more after a preemption"),
-    "prefix_cache_query_tokens": ("prefix_cache_query_tokens_total", "Prompt tokens looked up in the prefix cache"),
-    "prefix_cache_hit_tokens": ("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache"),
-    "preemptions": ("preemptions_total", "Running sequences whose blocks were taken back"),
-    "integrity_violations": ("integrity_violations_total", "Violated invariants of the block ledger"),
-}
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 _HISTOGRAMS = {
     TIME_TO_FIRST_TOKEN: "From the arrival at the engine to the first token",
     INTER_TOKEN_LATENCY: "Between two tokens of one sequence",
@@ -55,10 +38,9 @@ _HISTOGRAMS = {
 
 
 def render_prometheus(snapshot: EngineSnapshot | None) -> str:
-    """All that the snapshot says; without one, only that no engine is up.
+    """Returns the snapshot as metrics named `minivllm_*`; without one, only that no engine is up.
 
-    Names begin with `minivllm_`. Counters start at 0 with every new engine, as Prometheus expects of a restart.
-    Reasons that have not occurred are there with 0, so that an alert on them works from the start.
+    Counters start at 0 with every new engine, as Prometheus expects of a restart.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(snapshot))
@@ -88,41 +70,43 @@ class _Families(Collector):
         yield GaugeMetricFamily(
             "minivllm_snapshot_age_seconds", "Age of these figures", value=max(0.0, time.time() - snapshot.time)
         )
-        yield from _gauges(snapshot)
-        yield from _counters(snapshot)
+        yield from _fields(snapshot.stats)
+        yield _blocks(snapshot.stats)
+        yield _by_reason(
+            "block_admission_rejections",
+            "Rejections at admission, once per request and wait, under the first reason",
+            RejectionReason,
+            snapshot.stats.rejections,
+        )
+        yield _by_reason("samples_finished", "Samples that ended", FinishReason, snapshot.stats.finished)
         for name, documentation in _HISTOGRAMS.items():
             if name in snapshot.histograms:
                 yield _histogram(name, documentation, snapshot.histograms[name])
 
 
-def _gauges(snapshot: EngineSnapshot) -> Iterator[Metric]:
-    stats = snapshot.stats
-    for name, (attribute, documentation) in _GAUGES.items():
-        yield GaugeMetricFamily(f"minivllm_{name}", documentation, value=getattr(stats, attribute))
+def _fields(stats: EngineStats) -> Iterator[Metric]:
+    """Yields the gauges and counters that the metadata of EngineStats define."""
+    for one in fields(stats):
+        if one.metadata:
+            family = _FAMILIES[one.metadata["type"]]
+            yield family(f"minivllm_{one.metadata['metric']}", one.metadata["help"], value=getattr(stats, one.name))
+
+
+def _blocks(stats: EngineStats) -> Metric:
     blocks = GaugeMetricFamily(
         "minivllm_kv_blocks", "KV blocks: free + used = total; cached ones are among the free", labels=("state",)
     )
     for state, attribute in _BLOCK_STATES.items():
         blocks.add_metric((state,), getattr(stats, attribute))
-    yield blocks
+    return blocks
 
 
-def _counters(snapshot: EngineSnapshot) -> Iterator[Metric]:
-    stats = snapshot.stats
-    for name, (attribute, documentation) in _COUNTERS.items():
-        yield CounterMetricFamily(f"minivllm_{name}", documentation, value=getattr(stats, attribute))
-    rejections = CounterMetricFamily(
-        "minivllm_block_admission_rejections",
-        "Refusals to admit a request, once for each request, wait and reason",
-        labels=("reason",),
-    )
-    for reason in dict.fromkeys((*REJECTION_REASONS, *stats.rejections)):
-        rejections.add_metric((reason,), stats.rejections.get(reason, 0))
-    yield rejections
-    finished = CounterMetricFamily("minivllm_samples_finished", "Samples that ended", labels=("reason",))
-    for reason in dict.fromkeys((*FINISH_REASONS, *stats.finished)):
-        finished.add_metric((reason,), stats.finished.get(reason, 0))
-    yield finished
+def _by_reason(name: str, documentation: str, known: Iterable[str], counts: Mapping[str, int]) -> Metric:
+    """Reasons that have not occurred are exported with 0, so that alerts on them work from the start."""
+    counter = CounterMetricFamily(f"minivllm_{name}", documentation, labels=("reason",))
+    for reason in dict.fromkeys((*map(str, known), *counts)):
+        counter.add_metric((reason,), counts.get(reason, 0))
+    return counter
 
 
 def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:

@@ -1,172 +1,120 @@
-"""Checks of the block ledger: the owner table of validation mode, and the audit of all invariants at once.
-
-Both keep their own view and compare, so that a fault in the ledger cannot hide itself.
-"""
+"""Checks all invariants of the block manager at once, recounting everything from the block tables in use."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.errors import IntegrityError
-from minivllm.core.kv_cache.block_pool import BlockPool
+from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix
 
 if TYPE_CHECKING:
-    from minivllm.core.kv_cache.block_manager import Holding
-
-Owner = str | None  # None owns the blocks that were allocated without a sequence
+    from minivllm.core.kv_cache.block_manager import BlockSequence
 
 
-class OwnerTable:
-    """block -> its owners. `taken` wants no owner there, a release wants exactly this owner there."""
+@dataclass(slots=True)
+class TableInUse:
+    """What the block manager knows of a sequence with blocks.
 
-    def __init__(self) -> None:
-        self._owners: dict[int, set[Owner]] = {}
+    `covered_tokens` is what the table was last extended to. `prefix` describes the first `num_full_blocks` blocks.
+    """
 
-    def owners_of(self, block_id: int) -> set[Owner]:
-        return self._owners.get(block_id, set())
-
-    def taken(self, block_ids: Iterable[int], owner: Owner) -> None:
-        for block_id in block_ids:
-            if self._owners.get(block_id):
-                raise IntegrityError(
-                    f"block {block_id} was handed to {_name(owner)} while {_names(self._owners[block_id])} own it",
-                    block_id=block_id,
-                    request_ids=_requests({owner} | self._owners[block_id]),
-                )
-            self._owners[block_id] = {owner}
-
-    def shared(self, block_ids: Iterable[int], owner: Owner) -> None:
-        for block_id in block_ids:
-            self._owners.setdefault(block_id, set()).add(owner)
-
-    def adopted(self, block_ids: Iterable[int], owner: Owner) -> None:
-        for block_id in block_ids:
-            self._owners[block_id] = {owner}
-
-    def check_released(self, block_ids: Iterable[int], owner: Owner, raw: Collection[int] = ()) -> None:
-        """Every block must be this owner's. A sequence may also hold blocks of `raw`, put in its table by hand."""
-        for block_id in block_ids:
-            owners = self.owners_of(block_id)
-            if owner not in owners and not (block_id in raw and owners == {None}):
-                raise IntegrityError(
-                    f"{_name(owner)} gives back block {block_id}, which belongs to {_names(owners)}",
-                    block_id=block_id,
-                    request_ids=_requests({owner}),
-                )
-
-    def released(self, block_ids: Iterable[int], owner: Owner) -> None:
-        for block_id in block_ids:
-            owners = self._owners.get(block_id, set())
-            owners.discard(owner if owner in owners else None)
-            if not owners:
-                self._owners.pop(block_id, None)
-
-    def rebuild(self, holdings: Mapping[str, Holding], raw_blocks: Iterable[int]) -> None:
-        self._owners = {block_id: {None} for block_id in raw_blocks}
-        for request_id, holding in holdings.items():
-            self.shared(holding.sequence.block_table, request_id)
+    sequence: Any
+    covered_tokens: int = 0
+    num_full_blocks: int = 0
+    prefix: CachedPrefix | None = None
 
 
-def audit(
-    pool: BlockPool,
-    block_size: int,
-    holdings: Mapping[str, Holding],
-    raw_blocks: Collection[int],
-    owner_table: OwnerTable | None,
-) -> None:
-    """Raises IntegrityError naming the first violation. The holders' tables are the truth to compare with."""
-    holders: dict[int, list[str]] = {}
-    for request_id, holding in holdings.items():
-        _audit_table(pool, block_size, holding)
-        for block_id in holding.sequence.block_table:
-            holders.setdefault(block_id, []).append(request_id)
-    _audit_places(pool, holders)
-    # Held blocks first: a block in too many tables names the requests concerned, the one it displaced names nobody.
-    for block_id in (*holders, *range(pool.num_blocks)):
-        _audit_block(pool, block_id, tuple(holders.get(block_id, ())), block_id in raw_blocks, owner_table)
-    _audit_contents(pool)
+def sequence_name(sequence: BlockSequence) -> str:
+    """Returns the id of the sample, or of the request if the sequence has no `seq_id`."""
+    return str(getattr(sequence, "seq_id", sequence.request_id))
 
 
-def _audit_table(pool: BlockPool, block_size: int, holding: Holding) -> None:
-    sequence, covered = holding.sequence, holding.covered_tokens
-    name, table = sequence.request_id, sequence.block_table
-    for block_id in table:
-        if not isinstance(block_id, int) or not 0 <= block_id < pool.num_blocks:
-            _fail(f"the table of {name} names block {block_id!r}, which does not exist", block_id, (name,))
-    twice = [block_id for block_id, count in Counter(table).items() if count > 1]
-    if twice:
-        _fail(f"the table of {name} names block {twice[0]} twice: {table}", twice[0], (name,))
+def check_table(table: TableInUse, block_size: int) -> None:
+    """Raises IntegrityError unless the block table is as long as it was allocated and covers the computed tokens."""
+    sequence, covered = table.sequence, table.covered_tokens
     expected = -(-covered // block_size)
-    if len(table) != expected:
-        last = table[-1] if table else None
-        _fail(f"the table of {name} has {len(table)} blocks, {covered} tokens need {expected}", last, (name,))
-    if not 0 <= sequence.num_computed_tokens <= covered:
-        _fail(f"{name} counts {sequence.num_computed_tokens} cached tokens, {covered} are covered", None, (name,))
+    if len(sequence.block_table) != expected or not 0 <= sequence.num_computed_tokens <= covered:
+        name, block_table = sequence_name(sequence), sequence.block_table
+        _fail(
+            f"{name} has {sequence.num_computed_tokens} computed tokens and {len(block_table)} blocks {block_table}, "
+            f"but {expected} blocks were allocated for {covered} tokens",
+            block_table[-1] if block_table else None,
+            (name,),
+        )
 
 
-def _audit_places(pool: BlockPool, holders: Mapping[int, list[str]]) -> None:
-    """Every block is in exactly one of: free queue, evictable, held."""
+def check_all(pool: BlockPool, block_size: int, tables: Collection[TableInUse], unassigned: set[int]) -> None:
+    """Raises IntegrityError naming the first violation. O(blocks).
+
+    Args:
+        tables: the block tables in use.
+        unassigned: blocks from `allocate_blocks` that are in none of these tables.
+    """
+    users: dict[int, list[str]] = {}
+    for table in tables:
+        name = sequence_name(table.sequence)
+        _check_block_ids(pool, name, table.sequence.block_table)
+        check_table(table, block_size)
+        for block_id in table.sequence.block_table:
+            users.setdefault(block_id, []).append(name)
+    _check_places(pool, users)
+    # Blocks in use first: their errors name the sequences concerned.
+    for block_id in (*users, *range(pool.num_blocks)):
+        _check_references(pool, block_id, tuple(users.get(block_id, ())), block_id in unassigned)
+    _check_index(pool)
+
+
+def _check_block_ids(pool: BlockPool, name: str, block_table: list[int]) -> None:
+    for block_id, count in Counter(block_table).items():
+        if type(block_id) is not int or not 0 <= block_id < pool.num_blocks:
+            _fail(f"the table of {name} contains block {block_id!r}, which does not exist", block_id, (name,))
+        if count > 1:
+            _fail(f"the table of {name} contains block {block_id} {count} times: {block_table}", block_id, (name,))
+
+
+def _check_places(pool: BlockPool, users: Mapping[int, list[str]]) -> None:
+    """Every block is in exactly one place: free, evictable or in use."""
     places = Counter(pool.free)
     places.update(list(pool.evictable))
     places.update(block_id for block_id, count in enumerate(pool.reference_counts) if count)
     for block_id in range(pool.num_blocks):
         if places[block_id] != 1:
-            names = tuple(holders.get(block_id, ()))
-            how = "nowhere: it is lost" if not places[block_id] else "in more than one place of free, cached and held"
-            _fail(f"block {block_id} (in the tables of {list(names)}) is {how}", block_id, names)
+            names = tuple(users.get(block_id, ()))
+            where = "lost" if not places[block_id] else "in more than one place of free, evictable and in use"
+            _fail(f"block {block_id} (in the tables of {list(names)}) is {where}", block_id, names)
     if len(places) != pool.num_blocks:
-        _fail(f"the pool of {pool.num_blocks} blocks names others: {sorted(places)[-3:]}", None, ())
+        _fail(f"the pool of {pool.num_blocks} blocks contains unknown blocks: {sorted(places)[-3:]}", None, ())
 
 
-def _audit_block(
-    pool: BlockPool, block_id: int, holders: tuple[str, ...], is_raw: bool, owner_table: OwnerTable | None
-) -> None:
+def _check_references(pool: BlockPool, block_id: int, users: tuple[str, ...], is_unassigned: bool) -> None:
     count = pool.reference_counts[block_id]
-    if count != len(holders) + is_raw:
+    if count != len(users) + is_unassigned:
+        also = " and allocated without a sequence" if is_unassigned else ""
         _fail(
-            f"block {block_id} has reference count {count}, but is in the tables of {list(holders)}"
-            + (" and allocated raw" if is_raw else ""),
+            f"block {block_id} has reference count {count}, but is in the tables of {list(users)}{also}",
             block_id,
-            holders,
+            users,
         )
-    if count > 1 and pool.contents[block_id] is None:
-        _fail(f"block {block_id} is shared by {list(holders)} without being full and hashed", block_id, holders)
-    if owner_table is not None:
-        expected: set[Owner] = set(holders) | ({None} if is_raw else set())
-        if owner_table.owners_of(block_id) != expected:
-            owners = _names(owner_table.owners_of(block_id))
-            _fail(f"block {block_id} belongs to {owners}, but is in the tables of {list(holders)}", block_id, holders)
+    if count > 1 and pool.prefixes[block_id] is None:
+        _fail(f"block {block_id} is shared by {list(users)}, but not cached", block_id, users)
 
 
-def _audit_contents(pool: BlockPool) -> None:
-    """The index and the contents name each other, and no cached block has lost the block before it."""
-    live = {id(content) for content in pool.contents if content is not None}
-    for block_id, content in enumerate(pool.contents):
-        if content is None:
-            if block_id in pool.evictable:
-                _fail(f"block {block_id} waits for eviction without cached content", block_id, ())
-            continue
-        if pool.block_of_hash.get(content.block_hash) != block_id:
-            _fail(f"block {block_id} holds a cached prefix that the index does not know", block_id, ())
-        if content.parent is not None and id(content.parent) not in live:
-            _fail(f"block {block_id} is cached, but the block before it was evicted first", block_id, ())
-    if len(pool.block_of_hash) != len(live):
-        _fail(f"the index knows {len(pool.block_of_hash)} cached blocks, {len(live)} exist", None, ())
+def _check_index(pool: BlockPool) -> None:
+    """The prefix index and the prefixes of the blocks refer to each other."""
+    num_cached = 0
+    for block_id, prefix in enumerate(pool.prefixes):
+        if prefix is not None:
+            num_cached += 1
+            if pool.block_of_hash.get(prefix.block_hash) != block_id:
+                _fail(f"block {block_id} is cached, but not in the prefix index", block_id, ())
+        elif block_id in pool.evictable:
+            _fail(f"block {block_id} is evictable, but not cached", block_id, ())
+    if len(pool.block_of_hash) != num_cached:
+        _fail(f"the prefix index has {len(pool.block_of_hash)} blocks, {num_cached} are cached", None, ())
 
 
 def _fail(message: str, block_id: int | None, request_ids: tuple[str, ...]) -> None:
     raise IntegrityError(message, block_id=block_id, request_ids=request_ids)
-
-
-def _name(owner: Owner) -> str:
-    return "an allocation without a sequence" if owner is None else f"sequence {owner}"
-
-
-def _names(owners: Iterable[Owner]) -> str:
-    return ", ".join(sorted(map(_name, owners))) or "nobody"
-
-
-def _requests(owners: Iterable[Owner]) -> tuple[str, ...]:
-    return tuple(sorted(owner for owner in owners if owner is not None))

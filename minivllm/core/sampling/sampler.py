@@ -178,7 +178,7 @@ class Sampler:
             if len(sequences) == 1:
                 if isinstance(error, MinivllmError):
                     return [SampleResult(error=error)]
-                logger.exception("sampling request %s failed", sequences[0].request_id)
+                logger.exception("sampling request %s failed", sequences[0].seq_id)
                 return [SampleResult(error=_failed(repr(error)))]
             logger.debug("sampling %d rows together failed; samples them one by one", len(sequences), exc_info=True)
         rows = zip(logits.split(1), sequences, strict=True)

@@ -1,4 +1,4 @@
-"""SchedulerOutput: what one step computes, fixed the moment it is decided; and StepPlan, a step in the making."""
+"""SchedulerOutput: what one step computes; StepPlan: the step while it is being scheduled."""
 
 from __future__ import annotations
 
@@ -26,33 +26,29 @@ class SchedulerOutput:
 
 
 class StepPlan:
-    """Who is in the step so far, and how many tokens of the budget are left."""
+    """The sequences scheduled so far, and the tokens left of the budget."""
 
     __slots__ = ("budget", "scheduled", "token_budget")
 
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.budget = token_budget
-        self.scheduled: dict[str, ScheduledSequence] = {}
+        self.scheduled: list[ScheduledSequence] = []
 
-    def put(self, sequence: Sequence, end: int) -> None:
-        """Schedules the tokens from `num_computed_tokens` to `end`, for which the table has blocks."""
+    def add(self, sequence: Sequence, end: int) -> None:
+        """Schedules the tokens from `num_computed_tokens` to `end`, which the block table covers."""
         start = sequence.num_computed_tokens
         samples = end == sequence.num_tokens and sequence.max_output_tokens != 0
-        self.scheduled[sequence.request_id] = ScheduledSequence(sequence, start, end, samples)
+        self.scheduled.append(ScheduledSequence(sequence, start, end, samples))
         self.budget -= end - start
 
-    def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out again that was preempted after it had been scheduled."""
-        scheduled = self.scheduled.pop(sequence.request_id, None)
-        if scheduled is not None:
-            self.budget += scheduled.end - scheduled.start
-
-    def drop_ended(self) -> None:
-        """Takes out who has ended since: damage found at one sequence can end another that was scheduled before it."""
-        for scheduled in list(self.scheduled.values()):
-            if scheduled.sequence.is_finished:
-                self.drop(scheduled.sequence)
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that is preempted after it was scheduled; a no-op for others."""
+        for index, scheduled in enumerate(self.scheduled):
+            if scheduled.sequence is sequence:
+                del self.scheduled[index]
+                self.budget += scheduled.end - scheduled.start
+                return
 
     def freeze(self) -> SchedulerOutput:
-        return SchedulerOutput(tuple(self.scheduled.values()), self.token_budget - self.budget)
+        return SchedulerOutput(tuple(self.scheduled), self.token_budget - self.budget)

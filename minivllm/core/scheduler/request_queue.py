@@ -1,30 +1,29 @@
-"""RequestQueue: sequences that hold no blocks yet (or no more), in the order in which they may be admitted."""
+"""RequestQueue: the waiting sequences, which have no blocks, in the order of their admission."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from minivllm.core.errors import EngineOverloadedError
 from minivllm.core.sequence import Sequence, SequenceStatus
 
 QueueRank = tuple[int, bool, float, int]
 
 
 def queue_rank(sequence: Sequence) -> QueueRank:
-    """By priority (lower first); of one priority the preempted before the new; then by arrival."""
+    """Orders waiting sequences: by priority (lower first), preempted before new, by arrival."""
     return sequence.priority, sequence.num_preemptions == 0, sequence.arrival_time, sequence.arrival_number
 
 
 class RequestQueue:
-    """An ordered queue, with a side room for the later samples of a request (n > 1).
+    """An ordered queue that delays the later samples of a request (n > 1).
 
-    Those `followers` would all miss the prefix cache if they were admitted beside the first sample, their leader. One
-    step later its prompt's blocks are computed, and theirs to share.
+    These `followers` would miss the prefix cache if they were admitted together with the first sample, their leader.
+    Once its prompt is computed they join the queue and share its blocks.
     """
 
     def __init__(self) -> None:
         self._ordered: list[Sequence] = []
-        self._followers: dict[str, list[Sequence]] = {}
+        self._followers: dict[Sequence, list[Sequence]] = {}  # by leader
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -40,7 +39,7 @@ class RequestQueue:
         return self._ordered[position]
 
     def in_order(self) -> list[Sequence]:
-        """All of them, followers too, in queue order."""
+        """Returns all waiting sequences in queue order, followers included."""
         followers = [sequence for group in self._followers.values() for sequence in group]
         return sorted([*self._ordered, *followers], key=queue_rank)
 
@@ -50,17 +49,14 @@ class RequestQueue:
         self.num_tokens += sequence.num_tokens
 
     def add_followers(self, leader: Sequence, followers: list[Sequence]) -> None:
-        self._followers[leader.request_id] = followers
+        self._followers[leader] = followers
         self.num_tokens += sum(sequence.num_tokens for sequence in followers)
 
     def release_followers(self, leader: Sequence) -> None:
-        """The leader's prompt is computed, or the leader is gone: its followers may come."""
-        for sequence in self._followers.pop(leader.request_id, ()):
+        """Moves the followers to the queue: the leader's prompt is computed, or the leader has ended."""
+        for sequence in self._followers.pop(leader, ()):
             self.num_tokens -= sequence.num_tokens
             self.add(sequence)
-
-    def has_followers(self, leader: Sequence) -> bool:
-        return leader.request_id in self._followers
 
     def remove(self, sequence: Sequence) -> None:
         self.num_tokens -= sequence.num_tokens
@@ -68,22 +64,15 @@ class RequestQueue:
         if position < len(self._ordered) and self._ordered[position] is sequence:
             del self._ordered[position]
             return
-        for leader_id, group in self._followers.items():
+        for leader, group in self._followers.items():
             if sequence in group:
                 group.remove(sequence)
                 if not group:
-                    del self._followers[leader_id]
+                    del self._followers[leader]
                 return
 
-    def check_room(self, group: list[Sequence], most_requests: int | None, most_tokens: int | None) -> None:
-        """Raises EngineOverloadedError if `group` would make the queue too long. An empty queue takes anything."""
+    def has_room(self, group: list[Sequence], max_requests: int, max_tokens: int) -> bool:
+        """Returns whether the queue stays within its limits with `group`. An empty queue takes any group."""
         waiting = len(self)
-        if waiting == 0:
-            return
-        new_tokens = sum(sequence.num_tokens for sequence in group)
-        too_many = most_requests is not None and waiting + len(group) > most_requests
-        too_long = most_tokens is not None and self.num_tokens + new_tokens > most_tokens
-        if too_many or too_long:
-            raise EngineOverloadedError(
-                f"the server is overloaded: {waiting} requests of {self.num_tokens} tokens wait", retry_after_s=1.0
-            )
+        num_tokens = self.num_tokens + sum(sequence.num_tokens for sequence in group)
+        return waiting == 0 or (waiting + len(group) <= max_requests and num_tokens <= max_tokens)

@@ -1,59 +1,54 @@
-"""Scheduler: who computes how many tokens in the next step, and what follows from what was computed.
+"""Scheduler: decides which sequences compute how many tokens in the next step, and applies the results.
 
-One budget of tokens a step. Running sequences come first: decodes, then the next chunks of prompts half done; what is
-left goes to waiting ones, each of which is admitted only if the sequence limit, the budget and the block manager agree.
-When a running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is
-kept, and it is recomputed later. The oldest is never preempted for another, so it always advances: no livelock.
+Each step has one token budget. Running sequences come first: decodes, then the next chunks of partly computed prompts.
+The rest goes to waiting sequences, which are admitted if sequence limit, budget and block manager allow it. When a
+running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is kept,
+and it is recomputed later. The oldest is never preempted for another, so it always advances: no livelock.
 
-Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's; the single notion of
-"compute tokens num_computed_tokens .. num_tokens" for prefill, decode and recompute is vLLM's (V1).
+Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's. "Compute tokens
+num_computed_tokens .. num_tokens" as the one notion of prefill, decode and recompute is vLLM's (V1).
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from minivllm.core.config import EngineConfig
+from minivllm.core.config import EngineConfig, SchedulerConfig
 from minivllm.core.errors import (
     EngineOverloadedError,
     IntegrityError,
     InvalidRequestError,
     MinivllmError,
     NeverFitsError,
-    RequestFailedError,
 )
-from minivllm.core.kv_cache.block_manager import BlockManager
-from minivllm.core.outputs import RequestOutput, SampleResult, TokenLogprobs
-from minivllm.core.scheduler.live_requests import LiveRequests
+from minivllm.core.kv_cache.block_manager import BlockManager, PrefixMatch
+from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput, StepPlan
 from minivllm.core.scheduler.request_queue import RequestQueue
 from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
-from minivllm.core.stats import SchedulerCounters
+from minivllm.core.stats import EngineStats, RejectionReason
 
 __all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput"]
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_TOKEN_BUDGET = 512
 BYPASS_LOOKAHEAD = 8
-"""Requests behind a blocked head that are looked at in one step, so that a step's cost is independent of the queue."""
+"""Requests behind a blocked queue head that a step looks at, so that its cost is independent of the queue's length."""
 
 
 class Scheduler:
-    """The queues, and the only caller of the block manager.
+    """The queues, the live requests, and the only user of the block manager.
 
-    Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort`
-    may be called at any time between; an abort while a step is computed takes effect in `update_from_output`.
+    Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort` may
+    be called between; an abort while a step is computed takes effect in `update_from_output`.
 
     Args:
         config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
         block_manager: of the pool that the sequences run on.
         eos_token_ids: tokens that end a sequence unless it ignores them.
-        on_end: called once with every sequence that ends, so that others can let go of their state too.
+        on_end: called once with every sequence that ends.
     """
 
     def __init__(
@@ -63,31 +58,26 @@ class Scheduler:
         eos_token_ids: Iterable[int] = frozenset(),
         on_end: Callable[[Sequence], None] | None = None,
     ) -> None:
-        self.config = config
+        self.config = SchedulerConfig.resolve(config, block_manager.num_blocks * block_manager.block_size)
         self.block_manager = block_manager
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.stats = EngineStats()
         self._on_end = on_end
-        pool_tokens = block_manager.num_blocks * block_manager.block_size
-        self.max_model_len = min(config.max_model_len or pool_tokens, pool_tokens)
-        self.token_budget = config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-        self.counters = SchedulerCounters()
         self._waiting = RequestQueue()
-        self._running: list[Sequence] = []
-        self._live = LiveRequests()
-        self._ended: list[RequestOutput] = []
-        self._abort_later: set[str] = set()
+        self._running: list[Sequence] = []  # the next to be preempted last
+        self._live: dict[str, list[Sequence]] = {}  # samples by request id, until their terminal output is taken
+        self._outputs: list[RequestOutput] = []
+        self._aborted_in_flight: dict[Sequence, None] = {}  # an ordered set
         self._in_flight: SchedulerOutput | None = None
-
-    # ---------------------------------------------------------------- what one can see
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Waiting sequences in queue order: by priority; of one priority the preempted before the new."""
+        """Waiting sequences in queue order: by priority; of equal priority the preempted before the new."""
         return self._waiting.in_order()
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences that hold blocks, the one that would be preempted last first."""
+        """Sequences with blocks, in reverse order of preemption."""
         return list(self._running)
 
     @property
@@ -99,26 +89,30 @@ class Scheduler:
         return len(self._running)
 
     def has_unfinished(self) -> bool:
-        """True until the last terminal output has been handed out."""
-        return bool(len(self._live) or self._ended)
+        """Returns True until the last terminal output is taken."""
+        return bool(self._live)
 
-    # ---------------------------------------------------------------- coming and going
+    # ---- requests
 
     def add(self, sequence: Sequence, *followers: Sequence) -> None:
-        """Puts a new sequence into the queue, and with it the other samples of the same request (n > 1).
+        """Queues a new request: its first sample, and its other samples (n > 1).
 
-        Raises and keeps nothing: InvalidRequestError (empty prompt, id alive already), NeverFitsError, or
-        EngineOverloadedError (the queue is full).
+        Raises InvalidRequestError (empty prompt, live id), NeverFitsError or EngineOverloadedError (full queue), and
+        then keeps nothing.
         """
-        group = [sequence, *followers]
-        self._live.check_new(group)
+        self.check_new(sequence)
         self._check_fits(sequence)
-        self._check_queue(group)
+        group = [sequence, *followers]
+        if not self._waiting.has_room(group, self.config.max_waiting_requests, self.config.max_waiting_tokens):
+            self._count_rejection(RejectionReason.QUEUE_FULL)
+            raise EngineOverloadedError(
+                f"the server is overloaded: {self.num_waiting} requests of {self._waiting.num_tokens} tokens wait"
+            )
         for sample in group:
-            self._prepare_limits(sample)
-        self._live.add(group)
-        self.counters.requests += 1
-        self.counters.prompt_tokens += sequence.num_prompt_tokens
+            self._set_ends(sample)
+        self._live[sequence.request_id] = group
+        self.stats.requests_total += 1
+        self.stats.prompt_tokens_total += sequence.num_prompt_tokens
         self._waiting.add(sequence)
         if self.block_manager.enable_prefix_caching and followers:
             self._waiting.add_followers(sequence, list(followers))
@@ -126,392 +120,328 @@ class Scheduler:
             for sample in followers:
                 self._waiting.add(sample)
 
-    def check_new(self, group: list[Sequence]) -> None:
-        """Raises InvalidRequestError if a prompt is empty or an id is alive: before anybody makes state for the id."""
-        self._live.check_new(group)
+    def check_new(self, sequence: Sequence) -> None:
+        """Raises InvalidRequestError if the prompt is empty or the request id is live."""
+        if not sequence.prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
+        if sequence.request_id in self._live:
+            raise InvalidRequestError(f"request id {sequence.request_id!r} is in use", param="request_id")
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one sample of it, wherever it is. Unknown and ended ids are a no-op."""
-        for sequence in self._live.unfinished(request_id, index):
+        """Ends a request, or one sample of it, in any state. Unknown and ended ids are a no-op."""
+        for sequence in list(self._live.get(request_id, ())):
+            if sequence.is_finished or index not in (None, sequence.index):
+                continue
             if self._in_flight is None:
                 self._end(sequence, FinishReason.ABORT)
             else:
-                self._abort_later.add(sequence.request_id)
+                self._aborted_in_flight[sequence] = None
 
-    def fail_all(self, error: MinivllmError) -> list[RequestOutput]:
-        """A step could not be computed: ends every live sequence with `error`, and hands the outputs out."""
+    def fail_all(self, error: MinivllmError) -> None:
+        """Ends every live sequence with `error`. Blocks that cannot be freed stay in use."""
         self._in_flight = None
-        self._abort_later.clear()
-        for sequence in self._live.unfinished():
-            self._end(sequence, FinishReason.ERROR, error=error)
-        return self._take_ended()
+        self._aborted_in_flight.clear()
+        for sequence in [sequence for group in self._live.values() for sequence in group]:
+            if not sequence.is_finished:
+                with contextlib.suppress(IntegrityError):
+                    self.block_manager.free_sequence(sequence)
+                output = self._output(sequence, SampleResult(error=error))
+                self._finish(sequence, output, FinishReason.ERROR)
 
-    # ---------------------------------------------------------------- a step
+    def take_outputs(self) -> list[RequestOutput]:
+        """Returns the new outputs. The id of a request is free again once all its terminal outputs are taken."""
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            if output.finished:
+                group = self._live[output.request_id]
+                group[:] = [sequence for sequence in group if sequence.index != output.index]
+                if not group:
+                    del self._live[output.request_id]
+        return outputs
+
+    # ---- the step
 
     def schedule(self) -> SchedulerOutput:
-        """Decides the next step and takes the blocks it needs. Empty when nothing can run."""
+        """Decides the next step and allocates its blocks. Empty when nothing can run. Raises IntegrityError."""
         if self._in_flight is not None:
             raise InvalidRequestError("schedule() was called again before update_from_output()", param="step")
-        plan = StepPlan(self.token_budget)
-        violations = self.counters.integrity_violations
+        plan = StepPlan(self.config.max_num_batched_tokens)
         preempted = self._schedule_running(plan)
-        if not preempted:  # there is no room then, and the preempted must not be overtaken
+        if not preempted:  # otherwise there is no room, and the preempted must not be overtaken
             self._admit(plan)
-        if self.counters.integrity_violations > violations:
-            plan.drop_ended()
         self._in_flight = plan.freeze()
         return self._in_flight
 
     def update_from_output(
-        self, step: SchedulerOutput, tokens: SequenceOf[int | SampleResult | None]
+        self, step: SchedulerOutput, results: SequenceOf[int | SampleResult | None]
     ) -> list[RequestOutput]:
-        """Takes a computed step in, and returns what is new, terminal outputs of aborts included.
+        """Applies the results of a step, and returns all new outputs. Raises IntegrityError.
 
         Args:
             step: what `schedule` returned last.
-            tokens: one for each scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
+            results: one per scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
         """
         if step is not self._in_flight:
             raise InvalidRequestError(
                 "update_from_output() was not given the step that schedule() returned last", param="step"
             )
-        if len(tokens) != len(step.sequences):
+        if len(results) != len(step.sequences):
             raise InvalidRequestError(
-                f"{len(tokens)} results for {len(step.sequences)} scheduled sequences", param="tokens"
+                f"{len(results)} results for {len(step.sequences)} scheduled sequences", param="results"
             )
         self._in_flight = None
-        self.counters.steps += bool(step.sequences)
-        self.counters.computed_tokens += step.num_tokens
-        outputs: list[RequestOutput] = []
-        for scheduled, token in zip(step.sequences, tokens, strict=True):
-            if scheduled.sequence.request_id in self._abort_later:
-                continue
-            result = token if isinstance(token, SampleResult) else SampleResult(token)
-            try:
-                output = self._advance(scheduled, result)
-            except IntegrityError as error:
-                self.contain(error, scheduled.sequence)
-                continue
-            if output is not None:
-                outputs.append(output)
-        self.counters.generated_tokens += sum(len(output.new_token_ids) for output in outputs)
+        self.stats.steps_total += bool(step.sequences)
+        self.stats.computed_tokens_total += step.num_tokens
+        aborted = self._aborted_in_flight
+        for scheduled, result in zip(step.sequences, results, strict=True):
+            if not aborted or scheduled.sequence not in aborted:
+                self._advance(scheduled, result if isinstance(result, SampleResult) else SampleResult(result))
         self._apply_aborts()
-        return self._take_ended(before=outputs)
+        return self.take_outputs()
 
     def discard_step(self) -> None:
-        """The step that is out was interrupted: nothing of it counts, its tokens are scheduled again."""
+        """Drops the step in flight, which was interrupted: its tokens are scheduled again."""
         self._in_flight = None
         self._apply_aborts()
 
-    def contain(self, error: IntegrityError, *concerned: Sequence) -> None:
-        """An invariant is broken: ends the sequences concerned, mends the ledger, and goes on."""
-        self.counters.integrity_violations += 1
-        logger.error("KV block ledger damaged: %s", error.message)
-        damaged = {sequence.request_id: sequence for sequence in concerned}
-        for request_id in error.request_ids:
-            sequence = self._live.sequence(request_id)
-            if sequence is not None:
-                damaged[request_id] = sequence
-        self.block_manager.repair(damaged.values())
-        for sequence in damaged.values():
-            if not sequence.is_finished:
-                failure = RequestFailedError(f"the KV blocks of this request were damaged: {error.message}")
-                self._end(sequence, FinishReason.ERROR, error=failure)
-
-    # ---------------------------------------------------------------- running sequences
+    # ---- running sequences
 
     def _schedule_running(self, plan: StepPlan) -> bool:
-        """Gives each running sequence its next tokens, decodes before prompts. True if anybody was preempted."""
-        preemptions = self.counters.preemptions
-        prompts: list[Sequence] = []
-        # A decode takes one block at most: with that many free there is no need to ask for each.
-        ample = self.block_manager.get_num_free_blocks() >= len(self._running)
-        for sequence in list(self._running):
-            if sequence.num_tokens - sequence.num_computed_tokens > 1:
-                prompts.append(sequence)
-            elif sequence.status is SequenceStatus.RUNNING:
-                self._schedule_decode(plan, sequence, ample)
-        for sequence in prompts:
-            if plan.budget == 0:
+        """Schedules the running sequences, decodes before prompts. Returns whether any was preempted."""
+        decodes = [one for one in self._running if one.num_tokens - one.num_computed_tokens <= 1]
+        prompts = [one for one in self._running if one.num_tokens - one.num_computed_tokens > 1]
+        has_blocks = self.block_manager.can_append_slots(self._running)
+        preempted = False
+        for sequence in decodes + prompts:
+            if plan.budget == 0:  # by prompts: no more sequences run than the budget has tokens
                 break
-            if sequence.status is SequenceStatus.RUNNING:
-                self._schedule_chunk(plan, sequence)
-        return self.counters.preemptions > preemptions
+            if preempted and sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if self._schedule_sequence(plan, sequence, has_blocks):
+                preempted = True
+        return preempted
 
-    def _schedule_decode(self, plan: StepPlan, sequence: Sequence, ample: bool) -> None:
-        manager = self.block_manager
-        try:
-            while not ample and not manager.can_append_slot(sequence):
-                if self._preempt_newest(plan) is sequence:
-                    return
+    def _schedule_sequence(self, plan: StepPlan, sequence: Sequence, has_blocks: bool) -> bool:
+        """Schedules tokens of a running sequence, as many as budget and free blocks allow but at least one.
+
+        Preempts the newest sequences until there is a block for that one token. Returns whether any was preempted.
+        """
+        manager, preempted = self.block_manager, False
+        start, end = sequence.num_computed_tokens, sequence.num_tokens
+        while not has_blocks and not manager.can_append_slot(sequence):
+            room = (len(sequence.block_table) + manager.get_num_free_blocks()) * manager.block_size
+            if room > start:
+                end = room
+                break
+            preempted = True
+            if self._preempt_newest(plan) is sequence:
+                return True
+        if sequence.num_tokens - start <= 1:
             manager.append_slot_for_decode(sequence)
-        except IntegrityError as error:
-            self.contain(error, sequence)
-            return
-        plan.put(sequence, sequence.num_tokens)
-
-    def _schedule_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        """The next chunk of a prompt half done: as much as the budget and the free blocks give, at least one token."""
-        manager = self.block_manager
-        try:
-            while (room := self._room(sequence)) <= sequence.num_computed_tokens:
-                if self._preempt_newest(plan) is sequence:
-                    return
-            end = min(room, self._chunk_end(plan, sequence, sequence.num_computed_tokens))
+        else:
+            end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
-        except IntegrityError as error:
-            self.contain(error, sequence)
-            return
-        plan.put(sequence, end)
-
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens that the blocks it has and the free blocks could hold."""
-        blocks = len(sequence.block_table) + self.block_manager.get_num_free_blocks()
-        return blocks * self.block_manager.block_size
+        plan.add(sequence, end)
+        return preempted
 
     def _chunk_end(self, plan: StepPlan, sequence: Sequence, start: int) -> int:
-        """Where a chunk from `start` ends: at the last token, the budget or the threshold for long prompts."""
-        count = min(plan.budget, sequence.num_tokens - start)
-        if self.config.long_prefill_token_threshold is not None:
-            count = min(count, self.config.long_prefill_token_threshold)
-        return start + count
+        """Returns the end of a chunk from `start`: the last token, the budget or the threshold for long prompts."""
+        return min(sequence.num_tokens, start + min(plan.budget, self.config.long_prefill_token_threshold))
 
     def _preempt_newest(self, plan: StepPlan) -> Sequence:
-        """Takes the blocks of the running sequence that came last, and puts it at the head of the queue."""
-        victim = self._running.pop()
-        plan.drop(victim)
-        victim.computed_high_water = max(victim.computed_high_water, victim.num_computed_tokens)
-        self._free(victim)
+        """Frees the blocks of the newest running sequence, and puts it at the head of the queue."""
+        victim = self._running[-1]
+        victim.num_computed_before_preemption = max(victim.num_computed_before_preemption, victim.num_computed_tokens)
+        self.block_manager.free_sequence(victim)
+        self._running.pop()
+        plan.remove(victim)
         victim.num_preemptions += 1
-        self.counters.preemptions += 1
+        self.stats.preemptions_total += 1
         self._waiting.add(victim)
         return victim
 
-    # ---------------------------------------------------------------- admission
+    # ---- admission
 
     def _admit(self, plan: StepPlan) -> None:
-        """Admits from the head of the queue while everything agrees.
+        """Admits sequences from the head of the queue until one is rejected.
 
-        A head that waits for blocks may be overtaken by requests of its own priority for which there is room, but by
-        no more than `max_head_bypasses` in all; one that was preempted is never overtaken.
+        A head that lacks blocks may be bypassed by requests of its own priority that fit, but by no more than
+        `max_head_bypasses` in all; a preempted one is never bypassed.
         """
-        reserved = self._reserved_blocks()
+        if not self._waiting.num_admissible:
+            return
+        reserved = sum(map(self._num_reserved, self._running))
         blocked: Sequence | None = None
         position = 0
         while position < self._waiting.num_admissible and position <= BYPASS_LOOKAHEAD:
             sequence = self._waiting.at(position)
-            if blocked is not None and not self._may_overtake(sequence, blocked):
+            if blocked is not None and not self._may_bypass(sequence, blocked):
                 break
-            refusal = self._refusal(plan, sequence, reserved)
-            if refusal is None:
-                reserved += self._start(plan, sequence)
+            reason = self._try_admit(plan, sequence, reserved)
+            if reason is None:
+                reserved += self._num_reserved(sequence)
                 if blocked is not None:
                     blocked.times_bypassed += 1
                 continue
-            self._record_refusal(sequence, refusal)
-            if refusal not in ("no_free_blocks", "watermark"):
+            if sequence.rejection_reason is None:  # one rejection per wait, under its first reason
+                sequence.rejection_reason = reason
+                self._count_rejection(reason)
+            if reason not in (RejectionReason.NO_FREE_BLOCKS, RejectionReason.WATERMARK):
                 break
             blocked = blocked or sequence
             position += 1
 
-    def _may_overtake(self, sequence: Sequence, blocked: Sequence) -> bool:
+    def _may_bypass(self, sequence: Sequence, blocked: Sequence) -> bool:
         return (
             sequence.priority == blocked.priority
             and blocked.num_preemptions == 0
             and blocked.times_bypassed < self.config.max_head_bypasses
         )
 
-    def _reserved_blocks(self) -> int:
-        """Blocks that admitted prompts still have to take for their later chunks."""
-        manager = self.block_manager
-        return sum(
-            max(0, manager.blocks_needed(sequence, sequence.num_tokens))
-            for sequence in self._running
-            if sequence.num_tokens - sequence.num_computed_tokens > 1
-        )
+    def _num_reserved(self, sequence: Sequence) -> int:
+        """Returns the blocks that a running sequence needs for its later chunks; none while it decodes."""
+        if sequence.num_tokens - sequence.num_computed_tokens == 1:
+            return 0
+        return max(0, -(-sequence.num_tokens // self.block_manager.block_size) - len(sequence.block_table))
 
-    def _refusal(self, plan: StepPlan, sequence: Sequence, reserved_blocks: int) -> str | None:
+    def _try_admit(self, plan: StepPlan, sequence: Sequence, reserved: int) -> RejectionReason | None:
+        """Lets a waiting sequence run, or returns why it cannot."""
         if len(self._running) >= self.config.max_num_seqs:
-            return "max_num_seqs"
-        # Every running sequence must get a token in every step, so no more may run than the budget has tokens.
-        if plan.budget == 0 or len(self._running) >= self.token_budget:
-            return "token_budget"
-        return self.block_manager.admission_refusal(sequence, reserved_blocks)
+            return RejectionReason.MAX_NUM_SEQS
+        # Every running sequence gets a token in every step, so no more may run than the budget has tokens.
+        if plan.budget == 0 or len(self._running) >= plan.token_budget:
+            return RejectionReason.TOKEN_BUDGET
+        match = self.block_manager.match_prefix(sequence)
+        reason = self.block_manager.admission_rejection(sequence, match, reserved)
+        if reason is None:
+            self._start(plan, sequence, match)
+        return reason
 
-    def _record_refusal(self, sequence: Sequence, reason: str) -> None:
-        """Counts the first "no" of a wait, once."""
-        if sequence.first_refusal is None:
-            sequence.first_refusal = reason
-            self.counters.rejections[reason] += 1
-
-    def _start(self, plan: StepPlan, sequence: Sequence) -> int:
-        """Lets a waiting sequence run. Returns how many blocks its later chunks will need."""
-        manager = self.block_manager
-        hits = manager.num_cached_prefix_tokens(sequence)
-        end = self._chunk_end(plan, sequence, hits)  # blocks for all of it were asked for just now
-        manager.allocate_for_prefill(sequence, end)
+    def _start(self, plan: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
+        """Moves a waiting sequence to the running ones and schedules its first chunk."""
+        end = self._chunk_end(plan, sequence, match.num_cached_tokens)
+        self.block_manager.allocate_for_prefill(sequence, end, match)
         self._waiting.remove(sequence)
-        self._count_hits(sequence)
-        sequence.status = SequenceStatus.RUNNING
-        sequence.first_refusal = None
-        sequence.times_bypassed = 0
-        insort(self._running, sequence, key=lambda one: one.rank)
-        plan.put(sequence, end)
-        return max(0, manager.blocks_needed(sequence, sequence.num_tokens))
-
-    def _count_hits(self, sequence: Sequence) -> None:
-        hits = sequence.num_computed_tokens
-        if sequence.first_admission_hits is None:
-            sequence.first_admission_hits = min(hits, sequence.num_prompt_tokens)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = match.num_cached_tokens
             if self.block_manager.enable_prefix_caching and not sequence.skip_prefix_lookup:
-                self.counters.cache_query_tokens += sequence.num_tokens
-                self.counters.cache_hit_tokens += hits
+                self.stats.prefix_cache_query_tokens_total += sequence.num_tokens
+                self.stats.prefix_cache_hit_tokens_total += match.num_cached_tokens
+        sequence.status = SequenceStatus.RUNNING
+        sequence.rejection_reason = None
+        sequence.times_bypassed = 0
+        insort(self._running, sequence, key=lambda running: running.rank)
+        plan.add(sequence, end)
 
-    # ---------------------------------------------------------------- results
+    # ---- results
 
-    def _advance(self, scheduled: ScheduledSequence, result: SampleResult) -> RequestOutput | None:
-        """Takes in what one sequence computed: counts its tokens, appends the sampled one, ends it if it is over."""
-        sequence = scheduled.sequence
-        if sequence.is_finished:
-            return None
+    def _advance(self, scheduled: ScheduledSequence, result: SampleResult) -> None:
+        """Applies the result of one sequence: counts its tokens, appends the sampled one, ends it if it is complete."""
+        sequence, start, end, samples = scheduled
         if result.error is not None:
-            self._end(sequence, FinishReason.ERROR, error=result.error)
-            return None
-        self.block_manager.mark_computed(sequence, scheduled.end)
-        if sequence.computed_high_water > scheduled.start:
-            self._count_recomputed(scheduled)
-            result = _without_told_logprobs(result, sequence.computed_high_water - scheduled.start)
-        if self._waiting.has_followers(sequence) and scheduled.end >= sequence.num_prompt_tokens:
+            self._end(sequence, FinishReason.ERROR, SampleResult(error=result.error))
+            return
+        self.block_manager.mark_computed(sequence, end)
+        recomputed = sequence.num_computed_before_preemption - start
+        if recomputed > 0:
+            self.stats.recomputed_tokens_total += min(recomputed, end - start)
+            if result.prompt_logprobs:  # those of recomputed tokens were delivered before
+                result = replace(result, prompt_logprobs=result.prompt_logprobs[recomputed:])
+        if start < sequence.num_prompt_tokens <= end:
             self._waiting.release_followers(sequence)
-        if not scheduled.samples:
-            if sequence.max_output_tokens == 0 and scheduled.end == sequence.num_tokens:
-                self._end(sequence, FinishReason.LENGTH, prompt_logprobs=result.prompt_logprobs)
-                return None
-            return self._output(sequence, result) if result.prompt_logprobs else None
-        if result.token_id is None:
-            raise InvalidRequestError(f"no token was sampled for {sequence.request_id}", param="tokens")
-        sequence.append_token(result.token_id)
+        if samples:
+            self._append_token(sequence, result)
+        elif end == sequence.num_tokens:  # max_tokens=0: the prompt is scored, nothing is sampled
+            self._end(sequence, FinishReason.LENGTH, result)
+        elif result.prompt_logprobs:
+            self._outputs.append(self._output(sequence, result))
+
+    def _append_token(self, sequence: Sequence, result: SampleResult) -> None:
+        token_id = result.token_id
+        if token_id is None:
+            raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
+        sequence.append_token(token_id)
+        self.stats.generated_tokens_total += 1
         output = self._output(sequence, result)
-        reason = self._finish_reason(sequence, result.token_id)
-        if reason is not None:
-            if reason is FinishReason.STOP:
-                output.stop_token_id = result.token_id
-            self._close(sequence, output, reason)
-        return output
-
-    def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
-        token_ids = [] if result.token_id is None else [result.token_id]
-        hits = sequence.first_admission_hits or 0
-        output = RequestOutput(sequence.parent_request_id, token_ids, False, None, hits, sequence.index)
-        if result.logprobs is not None:
-            output.logprobs = [result.logprobs]
-        output.prompt_logprobs = result.prompt_logprobs
-        return output
-
-    def _count_recomputed(self, scheduled: ScheduledSequence) -> None:
-        """Tokens of this chunk that had been computed before the sequence was preempted."""
-        self.counters.recomputed_tokens += min(scheduled.sequence.computed_high_water, scheduled.end) - scheduled.start
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         num_generated = len(sequence.output_token_ids)
         if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
-            return FinishReason.STOP
-        if sequence.max_output_tokens is not None and num_generated >= sequence.max_output_tokens:
-            return FinishReason.LENGTH
-        return None
+            output.stop_token_id = token_id
+            self._close(sequence, output, FinishReason.STOP)
+        elif num_generated >= sequence.max_output_tokens:
+            self._close(sequence, output, FinishReason.LENGTH)
+        else:
+            self._outputs.append(output)
+
+    def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
+        return RequestOutput(
+            sequence.request_id,
+            [] if result.token_id is None else [result.token_id],
+            False,
+            None,
+            sequence.num_cached_tokens,
+            sequence.index,
+            None if result.logprobs is None else [result.logprobs],
+            result.prompt_logprobs,
+            result.error,
+        )
 
     def _apply_aborts(self) -> None:
-        for sequence_id in self._abort_later:
-            sequence = self._live.sequence(sequence_id)
-            if sequence is not None and not sequence.is_finished:
-                self._end(sequence, FinishReason.ABORT)
-        self._abort_later.clear()
+        for sequence in self._aborted_in_flight:
+            self._end(sequence, FinishReason.ABORT)
+        self._aborted_in_flight.clear()
 
-    # ---------------------------------------------------------------- ends
+    # ---- ends
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        error: MinivllmError | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-    ) -> None:
-        """Ends a sequence outside of a sampled token; its terminal output leaves with the next `update_from_output`."""
-        output = self._output(sequence, SampleResult(error=error, prompt_logprobs=prompt_logprobs))
-        output.error = error
-        self._close(sequence, output, reason)
-        self._ended.append(output)
+    def _end(self, sequence: Sequence, reason: FinishReason, result: SampleResult | None = None) -> None:
+        """Ends a sequence without a sampled token."""
+        self._close(sequence, self._output(sequence, result or SampleResult()), reason)
 
     def _close(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
-        """The one place where a sequence ends: out of its queue, blocks back, terminal output filled in."""
+        """Frees the blocks of a sequence and ends it. Raises IntegrityError, and then the sequence has not ended."""
+        self.block_manager.free_sequence(sequence)
+        self._finish(sequence, output, reason)
+
+    def _finish(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
+        """Ends a sequence, the only place that does: removes it from its queue and adds its terminal output."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = reason
+        sequence.finish_reason = output.finish_reason = reason
         output.finished = True
-        output.finish_reason = reason
-        self.counters.finished[reason.value] += 1
-        self._free(sequence)
+        self._outputs.append(output)
+        self.stats.finished[reason.value] = self.stats.finished.get(reason.value, 0) + 1
         if self._on_end is not None:
             self._on_end(sequence)
-        self._waiting.release_followers(sequence)  # without a leader each computes for itself
+        self._waiting.release_followers(sequence)  # without a leader each computes its own prompt
 
-    def _free(self, sequence: Sequence) -> None:
-        """Gives the blocks back. A table that names blocks of others is dropped instead, and the ledger mended."""
-        try:
-            self.block_manager.free_sequence(sequence)
-        except MinivllmError as error:
-            self.counters.integrity_violations += 1
-            logger.error("KV block ledger damaged: %s", error.message)
-            self.block_manager.repair([sequence])
-
-    def _take_ended(self, before: list[RequestOutput] | None = None) -> list[RequestOutput]:
-        """All outputs that are due; ids whose terminal output is among them are free again."""
-        outputs = [*(before or ()), *self._ended]
-        self._ended = []
-        for output in outputs:
-            if output.finished:
-                self._live.forget(output)
-        return outputs
-
-    # ---------------------------------------------------------------- checks at arrival
+    # ---- checks at arrival
 
     def _check_fits(self, sequence: Sequence) -> None:
         room = 0 if sequence.sampling_params.max_tokens == 0 else 1
-        if sequence.num_prompt_tokens + room > self.max_model_len:
+        max_model_len = self.config.max_model_len
+        if sequence.num_prompt_tokens + room > max_model_len:
             self.count_never_fits()
             raise NeverFitsError(
-                f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {self.max_model_len} tokens "
+                f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {max_model_len} tokens "
                 "must hold it and at least one token of output",
                 param="prompt",
                 num_prompt_tokens=sequence.num_prompt_tokens,
-                max_model_len=self.max_model_len,
+                max_model_len=max_model_len,
             )
 
     def count_never_fits(self) -> None:
-        """Counts a prompt refused since it could never fit; the text layer refuses some before they come here."""
-        self.counters.rejections["never_fits"] += 1
+        """Counts a prompt that can never fit; the ingress also refuses some before they arrive here."""
+        self._count_rejection(RejectionReason.NEVER_FITS)
 
-    def _check_queue(self, group: list[Sequence]) -> None:
-        try:
-            self._waiting.check_room(group, self.config.max_waiting_requests, self.config.max_waiting_tokens)
-        except EngineOverloadedError:
-            self.counters.rejections["queue_full"] += 1
-            raise
+    def _count_rejection(self, reason: RejectionReason) -> None:
+        self.stats.rejections[reason.value] = self.stats.rejections.get(reason.value, 0) + 1
 
-    def _prepare_limits(self, sequence: Sequence) -> None:
+    def _set_ends(self, sequence: Sequence) -> None:
+        """Sets the tokens and the length that end the sequence."""
         params = sequence.sampling_params
         if not params.ignore_eos:
             sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
-        room = self.max_model_len - sequence.num_prompt_tokens
+        room = self.config.max_model_len - sequence.num_prompt_tokens
         sequence.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-
-
-def _without_told_logprobs(result: SampleResult, num_recomputed: int) -> SampleResult:
-    """A recomputed token has told the log probability of its successor before; each is delivered once."""
-    if not result.prompt_logprobs:
-        return result
-    return replace(result, prompt_logprobs=result.prompt_logprobs[num_recomputed:])

@@ -10,7 +10,7 @@ import pytest
 
 from minivllm.core.errors import BlockNotInUseError, IntegrityError, NoFreeBlocksError
 from minivllm.core.kv_cache.block_manager import BlockManager, Slot
-from tests.core.kv_cache.ledger import decode, free_order, make_sequence, prefill, snapshot
+from tests.core.kv_cache.helpers import can_admit, decode, free_order, make_sequence, prefill, snapshot
 
 both = pytest.mark.parametrize("caching", [False, True], ids=["no-caching", "prefix-caching"])
 checked = pytest.mark.parametrize("validate", [False, True], ids=["no-validation", "validation"])
@@ -349,7 +349,7 @@ def test_queries_change_nothing(caching: bool) -> None:
     for _ in range(3):
         manager.can_allocate(8)
         manager.can_allocate(800)
-        manager.can_admit(new)
+        can_admit(manager, new)
         manager.can_append_slot(running)
         manager.can_append_slots([running])
         manager.slot_mapping(running, 0, 5)
@@ -368,7 +368,7 @@ def test_admission_counts_only_free_blocks(caching: bool, num_tokens: int, fits:
     prefill(manager, make_sequence("running", 3))
     assert manager.can_allocate(num_tokens) is fits
     if num_tokens:
-        assert manager.can_admit(make_sequence("new", num_tokens)) is fits
+        assert can_admit(manager, make_sequence("new", num_tokens)) is fits
 
 
 @both
@@ -376,7 +376,7 @@ def test_watermark_does_not_limit_a_lone_request(caching: bool) -> None:
     manager = BlockManager(10, 4, enable_prefix_caching=caching, watermark=0.3)
     lone = make_sequence("lone", 40)
     assert manager.can_allocate(40)
-    assert manager.can_admit(lone)
+    assert can_admit(manager, lone)
     manager.allocate_for_prefill(lone, 40)
     assert len(lone.block_table) == 10
 
@@ -389,11 +389,11 @@ def test_watermark_reserves_blocks_while_another_sequence_runs(caching: bool) ->
     prefill(manager, running)
     assert manager.can_allocate(24)
     assert not manager.can_allocate(25)
-    assert manager.can_admit(make_sequence("six", 24))
-    assert not manager.can_admit(make_sequence("seven", 25))
+    assert can_admit(manager, make_sequence("six", 24))
+    assert not can_admit(manager, make_sequence("seven", 25))
     manager.free_sequence(running)
     assert manager.can_allocate(40)
-    assert manager.can_admit(make_sequence("ten", 40))
+    assert can_admit(manager, make_sequence("ten", 40))
 
 
 def test_watermark_limits_admission_but_not_allocation() -> None:
@@ -401,7 +401,7 @@ def test_watermark_limits_admission_but_not_allocation() -> None:
     manager = BlockManager(10, 4, watermark=0.5)
     prefill(manager, make_sequence("running", 20))
     sequence = make_sequence("new", 20)
-    assert not manager.can_admit(sequence)
+    assert not can_admit(manager, sequence)
     manager.allocate_for_prefill(sequence, 20)
     assert manager.get_num_free_blocks() == 0
 
@@ -415,7 +415,7 @@ def test_admission_of_a_preempted_sequence_counts_prompt_and_output() -> None:
         decode(manager, sequence, token)
     manager.free_sequence(sequence)
     prefill(manager, make_sequence("other", 12))
-    assert not manager.can_admit(sequence)
+    assert not can_admit(manager, sequence)
 
 
 # The sequence protocol
@@ -438,7 +438,7 @@ def test_manager_accepts_any_object_with_the_block_sequence_fields(caching: bool
 
     manager = BlockManager(8, 4, enable_prefix_caching=caching, validate=validate)
     one, two = plain("one"), plain("two")
-    assert manager.can_admit(one)
+    assert can_admit(manager, one)
     prefill(manager, one)
     one.output_token_ids.append(50)
     one.num_tokens = 10

@@ -19,7 +19,7 @@ from minivllm.core.kv_cache import block_pool
 from minivllm.core.kv_cache.block_manager import BlockManager, Slot
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from tests.core.kv_cache.ledger import free_order
+from tests.core.kv_cache.helpers import can_admit, free_order
 
 Prefix = tuple[str | None, tuple[int, ...]]
 
@@ -38,7 +38,7 @@ class ReferenceModel:
     evictable: list[int] = field(default_factory=list)
     prefix_of: dict[int, Prefix] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
-    raw: list[int] = field(default_factory=list)
+    loose: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free = list(range(self.num_blocks))
@@ -47,8 +47,8 @@ class ReferenceModel:
     def order(self) -> list[int]:
         return self.free + self.evictable
 
-    def holders(self, block: int) -> int:
-        return sum(table.count(block) for table in self.tables.values()) + self.raw.count(block)
+    def users(self, block: int) -> int:
+        return sum(table.count(block) for table in self.tables.values()) + self.loose.count(block)
 
     def prefix(self, sequence: Sequence, end: int) -> Prefix:
         return sequence.cache_salt, tuple([*sequence.prompt_token_ids, *sequence.output_token_ids][:end])
@@ -75,8 +75,8 @@ class ReferenceModel:
         return taken
 
     def unreference(self, block: int) -> None:
-        """Moves the block to its free queue if no table and no raw allocation names it any more."""
-        if self.holders(block) == 0:
+        """Moves the block to its free queue if nothing uses it any more."""
+        if self.users(block) == 0:
             (self.evictable if block in self.prefix_of else self.free).append(block)
 
     def fits(self, new_blocks: int) -> bool:
@@ -89,7 +89,7 @@ class ReferenceModel:
         """Free blocks that a prefill up to `num_tokens` takes: new blocks, and hits on evictable ones."""
         table = self.tables.get(sequence.request_id, [])
         hits = [] if table else self.hits(sequence, num_tokens)
-        return self.needed([*table, *hits], num_tokens) + sum(not self.holders(block) for block in hits)
+        return self.needed([*table, *hits], num_tokens) + sum(not self.users(block) for block in hits)
 
     def cover(self, sequence: Sequence, num_tokens: int) -> int:
         """Extends the block table to `num_tokens` tokens. Returns the number of hit tokens."""
@@ -100,18 +100,13 @@ class ReferenceModel:
         table += self.take(self.needed(table, num_tokens))
         return len(hits) * self.block_size
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+    def cache(self, sequence: Sequence, start: int, end: int) -> None:
+        """Caches the blocks that tokens start..end fill, except duplicates of cached ones."""
         table = self.tables[sequence.request_id]
-        for index in range(num_tokens // self.block_size if self.caching else 0):
+        for index in range(start // self.block_size, end // self.block_size if self.caching else 0):
             prefix = self.prefix(sequence, (index + 1) * self.block_size)
-            twin = next((block for block, known in self.prefix_of.items() if known == prefix), None)
-            if twin is None:
+            if prefix not in self.prefix_of.values():
                 self.prefix_of[table[index]] = prefix
-            elif twin != table[index]:
-                copy, table[index] = table[index], twin
-                if twin in self.evictable:
-                    self.evictable.remove(twin)
-                self.unreference(copy)
 
     def release(self, sequence: Sequence) -> None:
         table = self.tables.pop(sequence.request_id, [])
@@ -123,7 +118,7 @@ class ReferenceModel:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Sequences are prefilled in chunks, decode, are preempted, readmitted and finish; raw blocks come and go."""
+    """Sequences are prefilled in chunks, decode, are preempted and finish; other blocks belong to no sequence."""
 
     @initialize(
         num_blocks=st.integers(1, 12),
@@ -187,7 +182,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = self.pick(which, [sequence for sequence in self.sequences.values() if sequence.block_table])
         covered = min(self.covered(sequence), sequence.num_tokens)
         end = sequence.num_computed_tokens + (covered - sequence.num_computed_tokens) * share // 4
-        self.model.publish(sequence, end)
+        self.model.cache(sequence, sequence.num_computed_tokens, end)
         self.manager.mark_computed(sequence, end)
         assert sequence.num_computed_tokens == end
 
@@ -238,7 +233,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         del self.sequences[sequence.request_id]
 
     @rule(count=st.integers(0, 4))
-    def allocate_raw_blocks(self, count: int) -> None:
+    def allocate_blocks_without_a_sequence(self, count: int) -> None:
         if count > len(self.model.order):
             before = free_order(self.manager)
             with pytest.raises(NoFreeBlocksError):
@@ -247,15 +242,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         taken = self.manager.allocate_blocks(count)
         assert taken == self.model.take(count)
-        self.model.raw += taken
+        self.model.loose += taken
 
-    @precondition(lambda self: self.model.raw)
+    @precondition(lambda self: self.model.loose)
     @rule(data=st.data())
-    def free_raw_blocks(self, data: Any) -> None:
-        freed = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
+    def free_blocks_without_a_sequence(self, data: Any) -> None:
+        freed = data.draw(st.lists(st.sampled_from(self.model.loose), unique=True))
         self.manager.free_blocks(freed)
         for block in freed:
-            self.model.raw.remove(block)
+            self.model.loose.remove(block)
             self.model.unreference(block)
 
     @precondition(lambda self: self.model.order)
@@ -263,11 +258,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def free_blocks_not_in_use(self, which: int) -> None:
         wrong = self.model.order[which % len(self.model.order)]
         with pytest.raises(BlockNotInUseError):
-            self.manager.free_blocks([*self.model.raw, wrong])
+            self.manager.free_blocks([*self.model.loose, wrong])
 
     @rule()
     def reset(self) -> None:
-        allowed = not any(self.model.holders(block) for block in self.model.prefix_of)
+        allowed = not any(self.model.users(block) for block in self.model.prefix_of)
         assert self.manager.reset_prefix_cache() is allowed
         if allowed:
             self.model.prefix_of.clear()
@@ -285,7 +280,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.can_allocate(num_tokens) is self.model.fits(-(-num_tokens // self.model.block_size))
         if not sequence.block_table:
             cost = self.model.cost(sequence, sequence.num_tokens)
-            assert self.manager.can_admit(sequence) is self.model.fits(cost)
+            assert can_admit(self.manager, sequence) is self.model.fits(cost)
+            match = self.manager.match_prefix(sequence)
+            assert list(match.block_ids) == self.model.hits(sequence, sequence.num_tokens)
         decoding = [s for s in self.sequences.values() if s.block_table and s.num_computed_tokens == s.num_tokens - 1]
         wanted = sum(self.model.needed(s.block_table, s.num_tokens) for s in decoding)
         assert self.manager.can_append_slots(decoding) is (wanted <= len(self.model.order))
@@ -302,8 +299,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for block, owner in enumerate(self.manager.owners()):
             names = sorted(name for name, table in self.model.tables.items() if block in table)
             assert sorted(owner.request_ids) == names
-            held = "owned" if self.model.holders(block) else "free"
-            assert owner.state == ("cached" if held == "free" and block in self.model.prefix_of else held)
+            in_use = "owned" if self.model.users(block) else "free"
+            assert owner.state == ("cached" if in_use == "free" and block in self.model.prefix_of else in_use)
 
 
 class CollisionMachine(BlockManagerMachine):
@@ -371,16 +368,16 @@ class CollisionMachine(BlockManagerMachine):
         self.manager.free_sequence(self.pick(which))
 
     @rule(count=st.integers(0, 4))
-    def allocate_raw_blocks(self, count: int) -> None:
+    def allocate_blocks_without_a_sequence(self, count: int) -> None:
         if count <= self.manager.get_num_free_blocks():
-            self.model.raw += self.manager.allocate_blocks(count)
+            self.model.loose += self.manager.allocate_blocks(count)
 
-    @precondition(lambda self: self.model.raw)
+    @precondition(lambda self: self.model.loose)
     @rule(data=st.data())
-    def free_raw_blocks(self, data: Any) -> None:
-        freed = data.draw(st.lists(st.sampled_from(self.model.raw), unique=True))
+    def free_blocks_without_a_sequence(self, data: Any) -> None:
+        freed = data.draw(st.lists(st.sampled_from(self.model.loose), unique=True))
         self.manager.free_blocks(freed)
-        self.model.raw = [block for block in self.model.raw if block not in freed]
+        self.model.loose = [block for block in self.model.loose if block not in freed]
 
     @rule()
     def free_blocks_not_in_use(self) -> None:
@@ -396,14 +393,16 @@ class CollisionMachine(BlockManagerMachine):
     @rule()
     def ask(self) -> None:
         for sequence in self.sequences.values():
-            self.manager.can_admit(sequence)
+            can_admit(self.manager, sequence)
 
     @invariant()
     def state_is_consistent(self) -> None:
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
-        in_use = {block for sequence in self.sequences.values() for block in sequence.block_table} | set(self.model.raw)
+        in_use = {block for sequence in self.sequences.values() for block in sequence.block_table} | set(
+            self.model.loose
+        )
         assert self.manager.get_num_free_blocks() + len(in_use) == self.model.num_blocks
 
 

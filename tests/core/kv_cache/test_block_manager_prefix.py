@@ -14,7 +14,7 @@ from minivllm.core.kv_cache import block_pool
 from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from tests.core.kv_cache.ledger import decode, free_order, make_sequence, prefill, snapshot
+from tests.core.kv_cache.helpers import can_admit, decode, free_order, make_sequence, prefill, snapshot
 
 SIZE = 4
 
@@ -113,7 +113,7 @@ def test_partial_block_is_not_cached() -> None:
 
 
 def test_prefix_is_matched_only_for_the_first_chunk() -> None:
-    """Later chunks extend the block table with new blocks, even if equal blocks were cached meanwhile."""
+    """Later chunks extend the block table with new blocks, even if equal blocks were cached since."""
     manager = caching_manager(12)
     prompt = list(range(12))
     slow = Sequence("slow", prompt, SamplingParams())
@@ -186,32 +186,105 @@ def test_free_during_prefill_caches_only_computed_full_blocks() -> None:
     assert [owner.state for owner in manager.owners()].count("cached") == 1
 
 
-def test_equal_prompts_computed_in_one_step_share_their_full_blocks() -> None:
-    manager = caching_manager(8)
+def test_equal_prompts_computed_in_one_step_keep_their_blocks_and_cache_one_copy() -> None:
+    manager = caching_manager(10)
     prompt = list(range(10))
     one, two = (Sequence(name, prompt, SamplingParams()) for name in ("one", "two"))
     manager.allocate_for_prefill(one, 10)
     manager.allocate_for_prefill(two, 10)
-    assert one.block_table == [0, 1, 2]
-    assert two.block_table == [3, 4, 5]
-    manager.mark_computed(one, 10)
-    manager.check_integrity()
-    manager.mark_computed(two, 10)
-    manager.check_integrity()
-    assert one.block_table == [0, 1, 2]
-    assert two.block_table == [0, 1, 5]
-    assert manager.get_num_free_blocks() == 4
-    assert sorted(free_order(manager)) == [3, 4, 6, 7]
-    assert free_order(manager)[:2] == [6, 7]
-    owners = manager.owners()
-    assert sorted(owners[0].request_ids) == ["one", "two"]
-    assert [owners[block].state for block in (3, 4)] == ["free", "free"]
-    manager.free_sequence(one)
-    manager.check_integrity()
-    assert hits(manager, prompt) == 8
+    for sequence, table in ((one, [0, 1, 2]), (two, [3, 4, 5])):
+        manager.mark_computed(sequence, 10)
+        manager.check_integrity()
+        assert sequence.block_table == table, "block tables are append-only"
+    three = Sequence("three", prompt, SamplingParams())
+    prefill(manager, three)
+    assert three.block_table == [0, 1, 6], "later sequences share the cached copy"
     manager.free_sequence(two)
-    assert manager.get_num_free_blocks() == 8
+    assert free_order(manager)[-3:] == [5, 4, 3], "the duplicates are free at once"
+    assert [manager.owners()[block].state for block in (3, 4, 5)] == ["free"] * 3
+    manager.free_sequence(one)
+    manager.free_sequence(three)
+    assert hits(manager, prompt) == 8
+    assert manager.get_num_free_blocks() == 10
     assert [owner.state for owner in manager.owners()].count("cached") == 2
+
+
+def two_equal_prefills(manager: BlockManager) -> tuple[Sequence, Sequence]:
+    """Two sequences compute the same eight tokens in one step: the first one's blocks are cached."""
+    one, two = (Sequence(name, list(range(8)), SamplingParams()) for name in ("one", "two"))
+    for sequence in (one, two):
+        manager.allocate_for_prefill(sequence, 8)
+    for sequence in (one, two):
+        manager.mark_computed(sequence, 8)
+    return one, two
+
+
+def test_blocks_after_an_uncached_duplicate_are_cached() -> None:
+    """The output of the second of two equal prompts is hit after the first one's prompt blocks."""
+    manager = caching_manager(10)
+    one, two = two_equal_prefills(manager)
+    for token in (20, 21, 22, 23):
+        decode(manager, two, token)
+    assert (one.block_table, two.block_table) == ([0, 1], [2, 3, 4])
+    follow_up = [*range(8), 20, 21, 22, 23, 99]
+    assert hits(manager, follow_up) == 12
+    three = Sequence("three", follow_up, SamplingParams())
+    manager.allocate_for_prefill(three, 13)
+    assert three.block_table[:3] == [0, 1, 4]
+    for sequence in (one, two, three):
+        manager.free_sequence(sequence)
+    assert hits(manager, follow_up) == 12
+
+
+def test_blocks_after_an_evicted_prefix_are_hit_again_once_it_is_recomputed() -> None:
+    """The child of an uncached duplicate is in use while the cached copy of its parent is evicted."""
+    manager = caching_manager(10)
+    one, two = two_equal_prefills(manager)
+    for token in (20, 21, 22, 23):
+        decode(manager, two, token)
+    manager.free_sequence(one)
+    taken = manager.allocate_blocks(7)
+    assert {0, 1} < set(taken)
+    manager.check_integrity()
+    follow_up = [*range(8), 20, 21, 22, 23, 99]
+    assert manager.match_prefix(Sequence("probe", follow_up, SamplingParams())).block_ids == ()
+    manager.free_blocks(taken)
+    prefill(manager, Sequence("again", list(range(9)), SamplingParams()))
+    manager.check_integrity()
+    assert hits(manager, follow_up) == 12
+    assert hits(manager, [*range(4), 9, 9, 9, 9, 20, 21, 22, 23, 99]) == 4
+
+
+# A match that is handed on
+
+
+def test_match_prefix_is_what_the_allocation_takes_over() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(10))
+    run_once(manager, "first", prompt)
+    probe = Sequence("probe", prompt, SamplingParams())
+    before = snapshot(manager, [probe])
+    match = manager.match_prefix(probe)
+    assert snapshot(manager, [probe]) == before
+    assert match.num_cached_tokens == 8
+    manager.allocate_for_prefill(probe, 10, match)
+    assert probe.block_table[:2] == list(match.block_ids) == [0, 1]
+    assert probe.num_computed_tokens == 8
+    assert manager.match_prefix(probe).num_cached_tokens == 0, "it has blocks, so it takes over no others"
+    manager.check_integrity()
+
+
+def test_match_with_an_evicted_block_is_looked_up_again() -> None:
+    manager = caching_manager(4)
+    prompt = list(range(10))
+    run_once(manager, "first", prompt)
+    probe = Sequence("probe", prompt, SamplingParams())
+    match = manager.match_prefix(probe)
+    manager.free_blocks(manager.allocate_blocks(3))
+    manager.allocate_for_prefill(probe, 10, match)
+    assert probe.num_computed_tokens == 4
+    assert probe.block_table[0] == 0
+    manager.check_integrity()
 
 
 # Sharing
@@ -243,7 +316,7 @@ def test_hits_on_blocks_in_use_need_no_free_block() -> None:
     prompt = [*holder.prompt_token_ids[:8], *range(8)]
     new = Sequence("new", prompt, SamplingParams())
     assert not manager.can_allocate(16), "without the hits it does not fit"
-    assert manager.can_admit(new), "with the hits it fits"
+    assert can_admit(manager, new), "with the hits it fits"
     prefill(manager, new)
     assert manager.get_num_free_blocks() == 0
     manager.check_integrity()
@@ -256,7 +329,7 @@ def test_hits_on_evictable_blocks_use_up_free_blocks() -> None:
     prefill(manager, make_sequence("running", 8))
     assert manager.get_num_free_blocks() == 2
     new = Sequence("new", [*cached.prompt_token_ids, 1, 2, 3], SamplingParams())
-    assert not manager.can_admit(new)
+    assert not can_admit(manager, new)
     before = snapshot(manager, [new])
     with pytest.raises(NoFreeBlocksError):
         manager.allocate_for_prefill(new, 11)
@@ -270,7 +343,7 @@ def test_fully_cached_prompt_is_admitted_to_a_pool_of_its_own_size() -> None:
     prompt = list(range(8))
     run_once(manager, "first", prompt)
     second = Sequence("second", prompt, SamplingParams())
-    assert manager.can_admit(second)
+    assert can_admit(manager, second)
     manager.allocate_for_prefill(second, 8)
     assert 4 <= second.num_computed_tokens <= 7
     manager.mark_computed(second, 8)
@@ -341,7 +414,7 @@ def test_admission_check_keeps_the_eviction_order() -> None:
     run_once(manager, "old", old)
     run_once(manager, "young", young)
     before = free_order(manager)
-    assert manager.can_admit(Sequence("new", [*old, 1], SamplingParams()))
+    assert can_admit(manager, Sequence("new", [*old, 1], SamplingParams()))
     assert free_order(manager) == before
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from minivllm.core.errors import NoFreeBlocksError
 from minivllm.core.kv_cache.block_manager import BlockManager, Slot
-from tests.core.kv_cache.ledger import decode, free_order, make_sequence, manager_with_free_order, prefill
+from tests.core.kv_cache.helpers import decode, free_order, make_sequence, manager_with_free_order, prefill
 
 FREE_QUEUE = [3, 8, 1, 5, 7]
 

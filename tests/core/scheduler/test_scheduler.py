@@ -635,7 +635,7 @@ def test_abort_by_the_id_of_a_sample_is_a_no_op() -> None:
     request_id = watched.add(prompt(0, 5), n=2, max_tokens=4, ignore_eos=True)
     watched.step()
     for sequence in watched.engine.scheduler.running:
-        watched.engine.abort_request(sequence.request_id)
+        watched.engine.abort_request(sequence.seq_id)
     for name in (f"{request_id}/0", f"{request_id}-0", f"{request_id}[0]"):
         watched.engine.abort_request(name)
     watched.drain()
@@ -764,14 +764,19 @@ def test_fully_cached_prompt_still_computes_a_token() -> None:
     assert 32 <= (watched.ended[-1].num_cached_tokens or 0) <= 47
 
 
-def test_equal_prompts_of_one_step_share_their_full_blocks() -> None:
+def test_equal_prompts_of_one_step_cache_their_full_blocks_once() -> None:
+    """Each keeps its own blocks; a later request of the same prompt shares the cached ones."""
     watched = WatchedEngine(num_blocks=40, block_size=4)
     for _ in range(3):
         watched.add(prompt(3, 14), max_tokens=4, ignore_eos=True)
     watched.step()
     assert len(running_ids(watched)) == 3
-    assert watched.engine.stats().num_used_blocks == 3 + 3, "three shared full blocks and three partial blocks"
+    assert watched.engine.stats().num_used_blocks == 3 * 4
+    watched.add(prompt(3, 14), max_tokens=1)
+    watched.step()
+    assert watched.ended[-1].num_cached_tokens == 12
     watched.drain()
+    assert watched.engine.stats().num_cached_blocks == 3 + 1, "the prompt once, and the first block with output"
 
 
 def test_outputs_are_independent_of_prefix_caching() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def started(folder: Path, num_blocks: int, *, warm: bool) -> LLMEngine:
     runner = build_model_runner(config)
     engine = LLMEngine(config, runner)
     if warm:
-        warm_up(runner, engine.scheduler.token_budget)
+        warm_up(runner, engine.scheduler.config.max_num_batched_tokens)
     return engine
 
 
@@ -44,7 +45,14 @@ def test_warm_up_changes_no_output_and_no_counter(folder: Path) -> None:
     warm, cold = started(folder, 64, warm=True), started(folder, 64, warm=False)
     assert warm.stats() == cold.stats()
     assert warm.stats() == EngineStats(
-        num_free_blocks=64, num_total_blocks=64, block_size=4, max_model_len=warm.scheduler.max_model_len
+        num_free_blocks=64,
+        num_total_blocks=64,
+        block_size=4,
+        max_model_len=warm.config.max_model_len or 0,
+        max_num_seqs=warm.config.max_num_seqs,
+        max_num_batched_tokens=warm.config.max_num_batched_tokens or 0,
+        max_waiting_requests=warm.config.max_waiting_requests or 0,
+        max_waiting_tokens=sys.maxsize,
     )
     assert outputs(warm) == outputs(cold)
 
@@ -52,7 +60,7 @@ def test_warm_up_changes_no_output_and_no_counter(folder: Path) -> None:
 def test_warm_up_leaves_no_sequence_in_the_runner(folder: Path) -> None:
     engine = started(folder, 64, warm=True)
     # A second warm-up uses the same request ids, which must be free again.
-    warm_up(engine.model_runner, engine.scheduler.token_budget)  # type: ignore[arg-type]
+    warm_up(engine.model_runner, engine.scheduler.config.max_num_batched_tokens)  # type: ignore[arg-type]
     assert outputs(engine)
 
 

@@ -34,6 +34,11 @@ def free_order(manager: BlockManager) -> list[int]:
     return list(twin.allocate_blocks(twin.get_num_free_blocks()))
 
 
+def can_admit(manager: BlockManager, sequence: Any) -> bool:
+    """Returns whether the manager admits the sequence with all its tokens, as the scheduler asks it."""
+    return manager.admission_rejection(sequence, manager.match_prefix(sequence), 0) is None
+
+
 def prefill(manager: BlockManager, sequence: Sequence, num_tokens: int | None = None) -> None:
     """Allocates blocks for the first `num_tokens` tokens (default: all) and marks them as computed."""
     total = sequence.num_tokens if num_tokens is None else num_tokens
