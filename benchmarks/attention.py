@@ -75,7 +75,7 @@ def seconds_a_layer(backend: AttentionBackend, batch: Batch, repeats: int) -> fl
     for _ in range(repeats):
         started = time.perf_counter()
         for layer in range(LAYERS):
-            backend.forward(layer, query, key, value, metadata, scale=0.125, sliding_window=None, softcap=None)
+            backend.forward(layer, query, key, value, metadata)
         best = min(best, (time.perf_counter() - started) / LAYERS)
     return best
 
@@ -84,13 +84,13 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     torch.set_num_threads(num_threads())
     print_environment()
-    layer = AttentionLayer(QUERY_HEADS, KV_HEADS, HEAD_SIZE, 0.125)
+    layers = (AttentionLayer(QUERY_HEADS, KV_HEADS, HEAD_SIZE, 0.125),) * LAYERS
     results = []
     rows = []
     for batch in batches():
         times = {}
         for name in backend_names():
-            backend = choose_backend(name, (layer,), torch.bfloat16, CPU)
+            backend = choose_backend(name, layers, torch.bfloat16, CPU)
             times[name] = seconds_a_layer(backend, batch, 5 if name == "native" else 1)
         fastest = min(times.values())
         rows.append(

@@ -64,9 +64,9 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, model_runner: Runner | None = None) -> None:
         if model_runner is None:
-            from minivllm.core.worker.model_runner import ModelRunner  # here, since it loads torch
+            from minivllm.core.worker.model_runner import build_model_runner  # here, since it loads torch
 
-            model_runner = ModelRunner(config)
+            model_runner = build_model_runner(config)
         self.model_runner = model_runner
         pool_tokens = model_runner.num_blocks * config.block_size
         budget = getattr(model_runner, "default_token_budget", DEFAULT_TOKEN_BUDGET)

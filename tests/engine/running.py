@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.sampling_params import SamplingParams
@@ -27,11 +29,19 @@ def shuffle_free_blocks(engine: LLMEngine, seed: int = 0) -> None:
     manager.free_blocks(blocks)
 
 
+def poison(pool: KVCachePool, block_ids: Iterable[int] | None = None) -> None:
+    """Fills blocks with NaN (default: all, the padding block too), so that a read of an unwritten slot shows."""
+    if block_ids is None:
+        pool.tensor.fill_(torch.nan)
+    else:
+        pool.tensor[:, :, list(block_ids)] = torch.nan
+
+
 def poison_unused(engine: LLMEngine) -> None:
     """Fills every free block that is not cached with NaN, the padding block included."""
     pool = engine.model_runner.kv_cache
     free = [owner.block_id for owner in engine.block_manager.owners() if owner.state == "free"]
-    pool.poison([*free, pool.padding_block_id])
+    poison(pool, [*free, pool.padding_block_id])
 
 
 class WatchedRun:
@@ -72,7 +82,7 @@ class WatchedRun:
 
     def run(self) -> None:
         """Runs all requests on a pool full of NaN."""
-        self.engine.model_runner.kv_cache.poison()
+        poison(self.engine.model_runner.kv_cache)
         self.run_on()
 
     def run_on(self) -> None:

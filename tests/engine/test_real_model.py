@@ -12,8 +12,8 @@ from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.models.location import locate
 from minivllm.core.text.tokenizer import load_tokenizer
-from minivllm.core.worker.model_runner import ModelRunner
-from tests.engine.running import greedy
+from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
+from tests.engine.running import greedy, poison
 
 NEW_TOKENS = 48
 
@@ -66,13 +66,13 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=1000))
+    return build_model_runner(EngineConfig(dtype="float32", device="cpu", num_blocks=1000))
 
 
 def engine_on(runner: ModelRunner, num_blocks: int) -> LLMEngine:
     """Returns a new engine on the shared model, with the first `num_blocks` blocks of a pool full of NaN."""
     config = EngineConfig(dtype="float32", device="cpu", num_blocks=num_blocks, validate_blocks=True, watermark=0.0)
-    runner.kv_cache.poison()
+    poison(runner.kv_cache)
     runner.num_blocks = num_blocks
     return LLMEngine(config, model_runner=runner)
 

@@ -11,8 +11,8 @@ import pytest
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.text.tokenizer import load_tokenizer
-from minivllm.core.worker.model_runner import ModelRunner
-from tests.engine.running import greedy, poison_unused
+from minivllm.core.worker.model_runner import ModelRunner, build_model_runner
+from tests.engine.running import greedy, poison, poison_unused
 
 NEW_TOKENS = 12
 NUM_BLOCKS = 40
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(EngineConfig(dtype="float32", device="cpu", num_blocks=NUM_BLOCKS))
+    return build_model_runner(EngineConfig(dtype="float32", device="cpu", num_blocks=NUM_BLOCKS))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def run(runner: ModelRunner, prompts: list[list[int]], **settings: Any) -> tuple
         **{"dtype": "float32", "device": "cpu", "validate_blocks": True, "watermark": 0.0, **settings}
     )
     runner.num_blocks = config.num_blocks or NUM_BLOCKS
-    runner.kv_cache.poison()
+    poison(runner.kv_cache)
     engine = LLMEngine(config, model_runner=runner)
     tokens: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):

@@ -49,10 +49,10 @@ class EngineSettings:
 def load_engine(config: EngineConfig) -> LLMEngine:
     """Loads the model and warms it up."""
     from minivllm.core.engine import LLMEngine
-    from minivllm.core.worker.model_runner import ModelRunner
+    from minivllm.core.worker.model_runner import build_model_runner
     from minivllm.core.worker.warm_up import warm_up
 
-    runner = ModelRunner(config)
+    runner = build_model_runner(config)
     engine = LLMEngine(config, runner)
     warm_up(runner, engine.scheduler.token_budget)
     freeze_gc()

@@ -22,7 +22,13 @@ ATTENTION_NAME = "minivllm_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Attention parameters of one layer. `sliding_window` counts the token itself; `softcap` is that of the scores."""
+    """Attention parameters of one layer.
+
+    Attributes:
+        scale: factor of the scores.
+        sliding_window: token t of a sequence attends to its tokens max(0, t - sliding_window + 1) .. t; None: 0 .. t.
+        softcap: after scaling, score = softcap * tanh(score / softcap).
+    """
 
     num_query_heads: int
     num_kv_heads: int
@@ -55,20 +61,14 @@ class AttentionBackend(ABC):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
-        """Writes `key` and `value` at the slot mapping, then attends.
+        """Writes `key` and `value` at the slot mapping, then attends as `layers[layer_index]` says.
 
-        Token t of a sequence attends to its tokens max(0, t - sliding_window + 1) .. t. Slots beyond the seq_len of a
-        sequence may contain anything, NaN included, and do not change the result.
+        Slots beyond the seq_len of a sequence may contain anything, NaN included, and do not change the result.
 
         Args:
             query: (T, num_query_heads, head_size), any strides.
             key, value: (T, num_kv_heads, head_size), any strides.
-            scale: factor of the scores, before `softcap`: score = softcap * tanh(score / softcap).
 
         Returns:
             (T, num_query_heads, head_size), contiguous, in the dtype of `query`.
@@ -90,48 +90,26 @@ def set_forward_context(backend: AttentionBackend, metadata: AttentionMetadata) 
         _forward_context.reset(token)
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer_index: int,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_index: int) -> torch.Tensor:
     context = _forward_context.get()
     if context is None:
         raise RuntimeError("paged attention was called outside of a forward context")
     backend, metadata = context
-    return backend.forward(
-        layer_index, query, key, value, metadata, scale=scale, sliding_window=sliding_window, softcap=softcap
-    )
+    return backend.forward(layer_index, query, key, value, metadata)
 
 
 # An operator that is opaque to torch.compile, which sees neither the pool nor the context. Defined by hand because
 # `torch.library.custom_op` costs several times as much per call, and a step makes one call per layer.
 _library = torch.library.Library("minivllm", "FRAGMENT")
-_library.define(
-    "paged_attention(Tensor query, Tensor key, Tensor value, int layer_index, float scale, int? sliding_window, "
-    "float? softcap) -> Tensor"
-)
+_library.define("paged_attention(Tensor query, Tensor key, Tensor value, int layer_index) -> Tensor")
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("minivllm::paged_attention", lambda query, *_: query.new_empty(query.shape), lib=_library)
 
 
 def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """Is the attention function of ATTENTION_NAME; `support.probe` has checked the arguments that it ignores.
+    """Serves the attention layers of transformers. `support.find_attention_layers` has recorded the other arguments.
 
     Args:
         module: the attention layer; its `layer_idx` is the layer's index.
@@ -140,9 +118,7 @@ def paged_attention(
     Returns:
         (1, T, query heads, head_size), and no attention weights.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = torch.ops.minivllm.paged_attention if torch.compiler.is_compiling() else _attend
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     layer_index: Any = module.layer_idx
-    output = attend(query, key, value, layer_index, scale, sliding_window, softcap)
-    return output.unsqueeze(0), None
+    return attend(query, key, value, layer_index).unsqueeze(0), None

@@ -1,9 +1,8 @@
-"""KVCachePool: the memory of all K and V, taken once at start."""
+"""KVCachePool: the memory of all K and V, allocated once at start."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of what one token leaves behind. All layers are alike."""
+    """Shape and dtype of K and V, the same in all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -25,20 +24,20 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """K and V of one block, over all layers."""
+        """Bytes of K and V of one block, over all layers."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_size
         return elements * self.dtype.itemsize
 
 
 class KVCachePool:
-    """One tensor for all layers, and views of it by layer.
+    """One tensor for all layers, and a view of it per layer.
 
     Attributes:
-        num_blocks: usable blocks, ids 0 .. num_blocks - 1. One more follows: the padding block, which fills up block
-            tables and takes what padding tokens write; nobody ever attends to it.
+        num_blocks: usable blocks, ids 0 .. num_blocks - 1. The padding block follows, which pads block tables and
+            takes the writes of padding tokens; no query attends to it.
         tensor: (num_layers, 2, num_blocks + 1, num_kv_heads, block_size, head_size).
-        key_cache, value_cache: for each layer, (num_blocks + 1, num_kv_heads, block_size, head_size). The order of the
-            block_size * head_size elements within one block and head is the attention backend's own business.
+        key_cache, value_cache: per layer, (num_blocks + 1, num_kv_heads, block_size, head_size). The attention backend
+            defines the order of the block_size * head_size elements within one block and head.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
@@ -49,7 +48,7 @@ class KVCachePool:
         self.device = device
         shape = (spec.num_layers, 2, num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_size)
         try:
-            # Not zeroed: what was never written is never read.
+            # Not zeroed: slots are written before they are read.
             self.tensor = torch.empty(shape, dtype=spec.dtype, device=device)
         except RuntimeError as error:
             size = (num_blocks + 1) * spec.block_bytes
@@ -72,25 +71,14 @@ class KVCachePool:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the usable blocks hold."""
+        """Tokens that fit in the usable blocks."""
         return self.num_blocks * self.spec.block_size
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor, the padding block included."""
+        """Bytes of the tensor, the padding block included."""
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
     def padding_block_id(self) -> int:
         return self.num_blocks
-
-    @property
-    def padding_slot(self) -> int:
-        return self.num_blocks * self.spec.block_size
-
-    def poison(self, block_ids: Iterable[int] | None = None) -> None:
-        """Fills blocks (default: all, the padding block too) with NaN, so that a read of what nobody wrote shows."""
-        if block_ids is None:
-            self.tensor.fill_(torch.nan)
-        else:
-            self.tensor[:, :, list(block_ids)] = torch.nan

@@ -1,8 +1,7 @@
-"""Paged attention in plain torch: the meaning that every other backend is measured against, on any device.
+"""Paged attention in plain torch on any device: the reference for the other backends.
 
-A step is cut into tiles. A tile is a run of queries of one sequence; the context it needs ends at its last query.
-Tiles with equally many queries are stacked to groups, the K and V of a group are gathered through the block tables,
-filled up to the longest context, and attended to under a mask.
+A step is split into tiles, runs of queries of one sequence. Tiles with the same number of queries form groups. The K
+and V of a group are gathered through the block tables, padded to the longest context, and attended to under a mask.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ import torch
 from torch.nn import functional
 
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
-from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.attention.metadata import AttentionMetadata
 
 MAX_TILE_QUERIES = 128
-"""Queries a tile: fewer waste less of the causal half, more make larger products."""
+"""Queries per tile. Fewer waste less work on masked scores, more make larger products."""
 
 MAX_GROUP_SCORES = 2**22
 MAX_GROUP_KEYS = 2**16
-"""Scores of one head, and keys, that a group may hold at once unless it is a single tile: they bound the memory of a
-layer whatever the step looks like."""
+"""Scores per head and keys of a group with more than one tile; they bound the memory of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`num_queries` packed rows from `first_row` on, of one sequence, that attend to keys first_key .. context_len."""
+    """`num_queries` rows of one sequence, from `first_row` on; the last one is at the end of `context_len` tokens."""
 
     sequence: int
     first_row: int
@@ -44,13 +41,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """G tiles of Q queries, their contexts filled up to K keys. All tensors are on the device of the pool.
+    """G tiles of Q queries each, padded to K keys. All tensors are on the device of the pool.
 
     Attributes:
         rows: (G, Q) packed rows of the queries.
-        blocks: (G, N) physical blocks with the keys; K = N * block_size.
-        hidden: (G, K) keys that no query of the tile may see: beyond the context, so possibly never written.
-        allowed: (G, Q, K) which query attends to which key.
+        blocks: (G, N) physical blocks of the keys; K = N * block_size.
+        hidden: (G, K) True for keys beyond the context, whose slots may be unwritten.
+        allowed: (G, Q, K) True where the query attends to the key.
     """
 
     rows: torch.Tensor
@@ -60,7 +57,7 @@ class Group:
 
 
 class ReferenceBackend(AttentionBackend):
-    """Scores and softmax in float32 (float64 for float64), whatever the model's type. Clear rather than fast."""
+    """Computes scores and softmax in at least float32."""
 
     name = "reference"
 
@@ -75,21 +72,18 @@ class ReferenceBackend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
+        layer = self.layers[layer_index]
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
         write(key_cache, key, metadata.slot_mapping)
         write(value_cache, value, metadata.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for group in plan(metadata, sliding_window):
+        for group in plan(metadata, layer.sliding_window):
             queries = query[group.rows].transpose(1, 2)
             keys = gather(key_cache, group)
             values = gather(value_cache, group)
-            attended = self.attend(queries, keys, values, group.allowed.unsqueeze(1), scale, softcap)
+            attended = self.attend(queries, keys, values, group.allowed.unsqueeze(1), layer)
             output[group.rows] = attended.transpose(1, 2)
         return output
 
@@ -99,34 +93,33 @@ class ReferenceBackend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         allowed: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
-        """Attention within a group.
+        """Computes attention within a group.
 
         Args:
             query: (G, num_query_heads, Q, head_size).
             key, value: (G, num_kv_heads, K, head_size), finite everywhere.
-            allowed: (G, 1, Q, K); every query may see at least one key.
+            allowed: (G, 1, Q, K); every query attends to at least one key.
 
         Returns:
-            As `query`.
+            The shape and dtype of `query`.
         """
         group_size, num_query_heads, num_queries, head_size = query.shape
         num_kv_heads = key.shape[1]
         wide = torch.promote_types(query.dtype, torch.float32)
-        # Query heads that share a KV head stand together: (G, num_kv_heads, heads a KV head * Q, head_size).
+        # Query heads that share a KV head are adjacent: (G, num_kv_heads, heads per KV head * Q, head_size).
         shared = query.to(wide).reshape(group_size, num_kv_heads, -1, head_size)
-        scores = torch.matmul(shared, key.to(wide).transpose(2, 3)) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.matmul(shared, key.to(wide).transpose(2, 3)) * layer.scale
+        if layer.softcap is not None:
+            scores = torch.tanh(scores / layer.softcap) * layer.softcap
         scores = scores.view(group_size, num_query_heads, num_queries, -1).masked_fill(~allowed, -torch.inf)
         weights = torch.softmax(scores, dim=-1).view(group_size, num_kv_heads, shared.shape[2], -1)
         return torch.matmul(weights, value.to(wide)).view(query.shape).to(query.dtype)
 
 
 class SdpaBackend(ReferenceBackend):
-    """The same, with torch's fused attention within a group: no scores in memory, on CPU and CUDA."""
+    """Uses torch's fused attention within a group, which keeps no scores in memory, on CPU and CUDA."""
 
     name = "sdpa"
 
@@ -142,25 +135,23 @@ class SdpaBackend(ReferenceBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         allowed: torch.Tensor,
-        scale: float,
-        softcap: float | None,
+        layer: AttentionLayer,
     ) -> torch.Tensor:
-        heads_a_key = query.shape[1] // key.shape[1]
-        if heads_a_key > 1:
-            key = key.repeat_interleave(heads_a_key, dim=1)
-            value = value.repeat_interleave(heads_a_key, dim=1)
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale)
+        heads_per_key = query.shape[1] // key.shape[1]
+        if heads_per_key > 1:
+            key, value = (states.repeat_interleave(heads_per_key, dim=1) for states in (key, value))
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=layer.scale)
 
 
 def write(cache: torch.Tensor, states: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Puts K or V (T, num_kv_heads, head_size) into their slots of one layer's cache."""
+    """Writes K or V (T, num_kv_heads, head_size) to their slots of one layer's cache."""
     block_size = cache.shape[2]
     cache[slot_mapping // block_size, :, slot_mapping % block_size] = states
 
 
 def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
-    """K or V of a group, (G, num_kv_heads, K, head_size). What lies beyond a context is zero, not what was there:
-    a weight of zero would not stop a NaN."""
+    """Returns K or V of a group, (G, num_kv_heads, K, head_size). Keys beyond a context are zeroed, since NaN in an
+    unwritten slot would survive a weight of zero."""
     _, num_kv_heads, _, head_size = cache.shape
     blocks = cache[group.blocks].transpose(1, 2)
     states = blocks.reshape(group.blocks.shape[0], num_kv_heads, -1, head_size)
@@ -168,7 +159,7 @@ def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def plan(metadata: AttentionMetadata, sliding_window: int | None) -> list[Group]:
-    """The groups of a step; layers of the same window share them."""
+    """Returns the groups of a step; layers of the same window share them."""
 
     def make() -> list[Group]:
         stacks = stack(tiles(metadata, sliding_window), metadata.kv_cache.block_size)
@@ -193,7 +184,7 @@ def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> list[Tile]
 
 
 def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
-    """Tiles of equally many queries together, of similar context length, as many as the limits allow."""
+    """Groups tiles with the same number of queries and similar context lengths, within the limits."""
     current: list[Tile] = []
     for tile in sorted(all_tiles, key=lambda tile: (tile.num_queries, tile.num_blocks(block_size)), reverse=True):
         if current:
@@ -209,8 +200,7 @@ def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
 
 
 def make_group(stacked: list[Tile], metadata: AttentionMetadata, sliding_window: int | None) -> Group:
-    pool: KVCachePool = metadata.kv_cache
-    device = pool.device
+    device, block_size = metadata.kv_cache.device, metadata.kv_cache.block_size
 
     def column(values: list[int]) -> torch.Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(device).unsqueeze(1)
@@ -218,15 +208,12 @@ def make_group(stacked: list[Tile], metadata: AttentionMetadata, sliding_window:
     first_blocks = column([tile.first_block for tile in stacked])
     context_lens = column([tile.context_len for tile in stacked])
     rows = column([tile.first_row for tile in stacked]) + torch.arange(stacked[0].num_queries, device=device)
-    num_blocks = max(tile.num_blocks(pool.block_size) for tile in stacked)
-
+    num_blocks = max(tile.num_blocks(block_size) for tile in stacked)
     logical = first_blocks + torch.arange(num_blocks, device=device)
-    # A tile's context may end before the last column, and with a window begin late: stay inside the table.
-    logical_in_table = logical.clamp(max=metadata.block_tables.shape[1] - 1)
-    sequences = column([tile.sequence for tile in stacked])
-    blocks = metadata.block_tables[sequences, logical_in_table].long()
-
-    keys = (first_blocks * pool.block_size) + torch.arange(num_blocks * pool.block_size, device=device)
+    # With a window, tiles begin at different blocks, and shorter ones are padded beyond the table: stay inside it.
+    logical = logical.clamp(max=metadata.block_tables.shape[1] - 1)
+    blocks = metadata.block_tables[column([tile.sequence for tile in stacked]), logical].long()
+    keys = first_blocks * block_size + torch.arange(num_blocks * block_size, device=device)
     hidden = keys >= context_lens
     last_queries = torch.arange(-stacked[0].num_queries, 0, device=device)
     query_positions = (context_lens + last_queries).unsqueeze(2)

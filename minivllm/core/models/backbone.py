@@ -1,8 +1,8 @@
-"""What turns a step into hidden states, and hidden states into logits: the choice between the ways to do it.
+"""Backbones: run the model's layers on a step, and turn hidden states into logits.
 
-NativeBody         Llama-like models on a CPU: the whole decoder is one C++ call
-TransformersBody   any model, any device: transformers' own code on paged attention; with `compile: on` through
-                   torch.compile, on CPUs with the projections in C++ where that is possible
+NativeBackbone         Llama-like models on a CPU: the decoder is one C++ call
+TransformersBackbone   any model, any device: transformers' own code on paged attention; with `compile: on` through
+                       torch.compile, on CPUs with packed projections where possible
 """
 
 from __future__ import annotations
@@ -28,56 +28,57 @@ from minivllm.core.native.packing import NumberFormat, fastest_16_bit_format
 logger = logging.getLogger(__name__)
 
 
-class ModelBody(Protocol):
+class Backbone(Protocol):
     """A model that is ready to run steps."""
 
     name: str
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
-        """Last hidden states (T, hidden_size); K and V of the tokens are in the pool afterwards."""
+        """Writes K and V of the tokens into the pool. Returns their last hidden states (T, hidden_size)."""
         ...
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(R, hidden_size) to (R, vocab_size)."""
+        """Returns (R, vocab_size) of (R, hidden_size)."""
         ...
 
 
-class TransformersBody:
-    """transformers' own code."""
+class TransformersBackbone:
+    """Runs transformers' own code, with `compile` through torch.compile for any number of tokens."""
 
-    name = "transformers"
-
-    def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
-        self._model = model
-        self._attention = attention
-
-    def compile(self) -> None:
-        """Lets torch compile the decoder when it is first run, for any number of tokens."""
-        base = self._model.model.base_model
-        base.forward = torch.compile(base.forward, dynamic=True)
-        self.name = "transformers, compiled"
-        logger.info("the first steps compile the model: minutes the first time, later starts find it on disk")
+    def __init__(self, model: LoadedModel, attention: AttentionBackend, *, compile: bool = False) -> None:  # noqa: A002
+        self.name = "transformers, compiled" if compile else "transformers"
+        self.attention = attention
+        self._base = model.model.base_model
+        # Read again, since packing and quantization replace the output projection.
+        self._head = replace(model.head, projection=model.model.get_output_embeddings())
+        if compile:
+            self._base.forward = torch.compile(self._base.forward, dynamic=True)
+            logger.info("the first steps compile the model: minutes the first time, later starts find it on disk")
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
-        with set_forward_context(self._attention, model_input.attention):
-            return self._model.hidden_states(model_input.input_ids, model_input.positions)
+        input_ids, positions = model_input.input_ids.unsqueeze(0), model_input.positions.unsqueeze(0)
+        with set_forward_context(self.attention, model_input.attention):
+            output = self._base(input_ids=input_ids, position_ids=positions, use_cache=False)
+        states: torch.Tensor = output.last_hidden_state
+        return states[0]
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # Asked for anew: the projection may have been replaced.
-        return replace(self._model.head, projection=self._model.model.get_output_embeddings())(hidden_states)
+        return self._head(hidden_states)
 
 
-class NativeBody:
-    """One C++ call for the decoder, one for the output projection."""
+class NativeBackbone:
+    """Runs the decoder as one C++ call and the output projection as another."""
 
     name = "native"
 
-    def __init__(self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int):
+    def __init__(
+        self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int
+    ) -> None:
         started = time.monotonic()
         self._decoder = NativeDecoder(
             model.model, model.layers, kv_cache, number_format=number_format, max_positions=max_positions
         )
-        # In 8 bits the output projection would cost as much accuracy as all layers together.
+        # In 8 bits, the output projection would lose as much accuracy as all layers together.
         head_format = self._decoder.sensitive_format
         self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
         logger.info(
@@ -94,49 +95,40 @@ class NativeBody:
 
 
 def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFormat | None:
-    """The products that suit the CPU; None: those of torch."""
-    found = library()
-    if found is None:
+    """Returns the number format of the C++ products, or None for the products of torch."""
+    native = library()
+    if native is None:
         return None
     if quantization == "int8":
         return NumberFormat.INT8
-    return fastest_16_bit_format(found) if dtype == torch.bfloat16 else None
+    return fastest_16_bit_format(native) if dtype == torch.bfloat16 else None
 
 
-def choose_body(
-    config: EngineConfig, model: LoadedModel, attention: AttentionBackend, kv_cache: KVCachePool, max_positions: int
-) -> ModelBody:
-    """The fastest way that can serve this model here and that `config` allows.
+def choose_backbone(
+    config: EngineConfig, model: LoadedModel, attention: AttentionBackend, kv_cache: KVCachePool
+) -> Backbone:
+    """Returns the fastest backbone for this model that `config` allows. May replace the projections of the model.
 
     Raises:
-        ModelLoadError: the quantization that was asked for cannot be had here.
+        ModelLoadError: `config.quantization` is not possible here.
     """
-    body = _choose(config, model, attention, kv_cache, max_positions)
-    logger.info("model body: %s", body.name)
-    return body
+    backbone = _choose(config, model, attention, kv_cache)
+    logger.info("backbone: %s", backbone.name)
+    return backbone
 
 
-def _choose(
-    config: EngineConfig, model: LoadedModel, attention: AttentionBackend, kv_cache: KVCachePool, max_positions: int
-) -> ModelBody:
-    plain = TransformersBody(model, attention)
-    if model.device.type != "cpu":
-        if config.quantization is not None:
-            raise ModelLoadError(
-                f"quantization={config.quantization!r} is for CPUs, and the model is on {model.device}"
-            )
-        if config.compile == "on":
-            plain.compile()
-        return plain
-    number_format = None if config.compile == "off" else number_format_for(model.dtype, config.quantization)
+def _choose(config: EngineConfig, model: LoadedModel, attention: AttentionBackend, kv_cache: KVCachePool) -> Backbone:
+    on_cpu = model.device.type == "cpu"
+    if config.quantization is not None and not on_cpu:
+        raise ModelLoadError(f"quantization={config.quantization!r} is for CPUs, and the model is on {model.device}")
+    packs = on_cpu and config.compile != "off"
+    number_format = number_format_for(model.dtype, config.quantization) if packs else None
     if number_format is not None:
         reason = why_not_decoder(model.model, model.layers, model.dtype)
         if reason is None and attention.name == "native":
-            return NativeBody(model, kv_cache, number_format, max_positions)
+            return NativeBackbone(model, kv_cache, number_format, min(model.max_model_len, kv_cache.num_tokens))
         logger.info("the native decoder is not used: %s", reason or f"attention_backend is {attention.name!r}")
         pack_projections(model.model, number_format)
     elif config.quantization == "int8":
         quantize_with_torch(model.model)
-    if config.compile == "on":
-        plain.compile()
-    return plain
+    return TransformersBackbone(model, attention, compile=config.compile == "on")

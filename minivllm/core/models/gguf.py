@@ -1,7 +1,7 @@
-"""Makes transformers read a GGUF file once, and its metadata in a small part of the time.
+"""Loads GGUF files through transformers, in a small part of the time that it takes unpatched.
 
-Unaided, it parses the whole file (with every token of the vocabulary) for the configuration and again for the weights,
-and builds the same table of tensor names for each module of the model: many times the work of the weights themselves.
+transformers parses a file, with every token of the vocabulary, once for the configuration and again for the weights,
+and builds the same table of tensor names for each module of the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import transformers
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 _ARRAY_HEAD = struct.Struct("=IQ")
@@ -25,8 +26,7 @@ _ARRAY_OF_TEXTS = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
 
 
 class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
-    """Cuts its pieces from a plain array. From a memory map each costs five times as much, and each token of the
-    vocabulary is two of them."""
+    """Slices a plain array: slices of a memory map cost five times as much, and each token takes two."""
 
     @property
     def data(self) -> npt.NDArray[Any]:
@@ -37,9 +37,9 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
         self._data = np.asarray(mapped)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """Of a field: its size in bytes, its parts, which of them are values, and the types.
+        """Returns a field's size in bytes, its parts, the indices of the values among them, and the types.
 
-        Not of gguf's public interface; should it go by another name some day, gguf reads arrays as slowly as before.
+        Overrides a private method: if a later version of gguf renames it, arrays are read slowly again.
         """
         if raw_type == gguf.GGUFValueType.ARRAY and self.byte_order == "I":
             item_type, count = _ARRAY_HEAD.unpack_from(self._data.data, orig_offs)
@@ -52,7 +52,7 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _texts(self, offset: int, count: int) -> tuple[list[npt.NDArray[Any]], int]:
-        """Without the lengths between them: nobody asks for those."""
+        """Returns the strings without the length fields between them, which are not needed, and the end offset."""
         data, memory, texts = self._data, self._data.data, []
         for _ in range(count):
             (length,) = _LENGTH.unpack_from(memory, offset)
@@ -65,7 +65,7 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
         end = offset + count * np.dtype(dtype).itemsize
         self._check_reaches(end)
         numbers = self._data[offset:end].view(dtype)
-        return [numbers[place : place + 1] for place in range(count)], end
+        return [numbers[index : index + 1] for index in range(count)], end
 
     def _check_reaches(self, offset: int) -> None:
         if offset > len(self._data):
@@ -74,12 +74,14 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Within it, a GGUF file is parsed once, however often it is opened."""
+    """Within it, transformers parses a GGUF file once, however often it opens it, and shows no progress bar for it."""
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (gguf, "GGUFReader", functools.cache(_QuickReader)),
         (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        # The one progress bar that does not use the hook of transformers.
+        (transformers_gguf, "tqdm", functools.partial(transformers_gguf.tqdm, disable=True)),
     ]
-    # Not of their public interface: should they be gone or different some day, loading only takes longer.
+    # Private functions: if a later version changes or removes them, loading only takes longer.
     parse = getattr(transformers_gguf, "_gguf_parse_value", None)
     if parse is not None:
         replaced.append((transformers_gguf, "_gguf_parse_value", _with_quick_texts(parse)))
@@ -95,8 +97,16 @@ def gguf_read_once() -> Iterator[None]:
             setattr(module, name, original)
 
 
+def gguf_weight_options() -> dict[str, Any]:
+    """Returns the arguments of `from_pretrained` that dequantize the weights."""
+    if not hasattr(transformers, "GgufConfig"):
+        return {}
+    # Later versions of transformers keep the weights packed by default, for kernels of their own.
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
 def _with_quick_texts(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """transformers' own makes a list of numbers of each token first."""
+    """Decodes strings directly; transformers first makes a list of numbers of each token."""
 
     def parse_value(value: npt.NDArray[Any], types: Any) -> Any:
         return value.tobytes().decode() if types == _ARRAY_OF_TEXTS else parse(value, types)
@@ -107,7 +117,7 @@ def _with_quick_texts(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
 def _by_large_groups(
     func: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], arr: npt.NDArray[Any], otype: Any, oshape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """`func` of all rows, many at a time. gguf's own takes 16: it is busier with Python than with numbers."""
+    """Applies `func` to many rows at a time. gguf applies it to 16, and its Python code then dominates."""
     out = np.empty(oshape, dtype=otype)
     if out.size == 0:
         return out

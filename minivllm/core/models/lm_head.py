@@ -1,4 +1,4 @@
-"""LMHead: hidden states to logits, for the rows that are asked for only."""
+"""LMHead: computes logits from last hidden states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """The output projection and what some families do to its result: logits = cap(projection(hidden) * scale).
+    """The `lm_head` of a causal language model: logits = softcap(projection(hidden_states) * scale).
 
-    `softcap` as in Gemma 2: softcap * tanh(logits / softcap). `scale` as in Cohere (logit_scale) or Granite
-    (1 / logits_scaling).
+    Attributes:
+        projection: the model's output embeddings.
+        scale: `logit_scale` (Cohere) or 1 / `logits_scaling` (Granite).
+        softcap: `final_logit_softcapping` (Gemma 2): softcap * tanh(logits / softcap).
     """
 
     projection: torch.nn.Module
@@ -22,8 +24,8 @@ class LMHead:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> LMHead | None:
-        """Reads it from a model; None when the model has no output projection."""
+    def from_model(cls, model: PreTrainedModel) -> LMHead | None:
+        """Returns the head of `model`, or None for a model without output embeddings."""
         projection = model.get_output_embeddings()
         if projection is None:
             return None
@@ -35,7 +37,7 @@ class LMHead:
         return cls(projection, int(projection.weight.shape[0]), float(scale), softcap)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(R, hidden_size) to (R, vocab_size), in the model's type."""
+        """Returns (R, vocab_size) of (R, hidden_size), in the model's dtype."""
         logits: torch.Tensor = self.projection(hidden_states)
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -25,30 +24,36 @@ from transformers.utils import logging as transformers_logging
 
 from minivllm.core.attention import ATTENTION_NAME, AttentionLayer
 from minivllm.core.attention.base import paged_attention
+from minivllm.core.attention.kv_pool import KVCacheSpec
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models.gguf import gguf_read_once
+from minivllm.core.models.gguf import gguf_read_once, gguf_weight_options
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
-from minivllm.core.models.support import check_config, context_limit, find_head, probe
+from minivllm.core.models.support import check_supported, context_limit, find_attention_layers, find_lm_head
 
 logger = logging.getLogger(__name__)
 
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config may set for requests that do not say."""
+"""Fields of generation_config that apply to requests that do not set them."""
+
+UNLIMITED_CONTEXT = 2**20
+"""`max_model_len` of a model that sets no limit; the KV pool is the limit then."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, and what the engine must know of it.
+    """A transformers model and what the engine needs to know of it.
 
     Attributes:
         model: the unmodified transformers class, in inference mode, on its device.
         head: hidden states to logits.
-        layers: what each layer asks of attention.
+        layers: attention parameters per layer.
         eos_token_ids: those of generation_config and config together.
-        generation_defaults: sampling fields that the model's makers set, as `SamplingParams` names them.
-        max_model_len: longest context that the model's positions reach; None when it sets no limit.
+        generation_defaults: sampling fields that generation_config sets, as `SamplingParams` names them.
+        max_model_len: longest context that the model's positions support.
     """
 
     name: str
@@ -59,7 +64,7 @@ class LoadedModel:
     device: torch.device
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, float] = field(default_factory=dict)
-    max_model_len: int | None = None
+    max_model_len: int = UNLIMITED_CONTEXT
 
     @property
     def vocab_size(self) -> int:
@@ -70,17 +75,13 @@ class LoadedModel:
     def model_type(self) -> str:
         return str(self.model.config.get_text_config(decoder=True).model_type)
 
-    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Last hidden states (T, hidden_size) of packed tokens (T,); call it within `set_forward_context`."""
-        output = self.model.base_model(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-        )
-        states: torch.Tensor = output.last_hidden_state
-        return states[0]
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        layer = self.layers[0]
+        return KVCacheSpec(len(self.layers), layer.num_kv_heads, layer.head_size, block_size, self.dtype)
 
 
 def choose_device(device: str) -> torch.device:
-    """Raises ModelLoadError when CUDA is asked for and not there."""
+    """Returns the device; raises ModelLoadError when there is no such CUDA device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
@@ -91,7 +92,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware computes in it (CUDA, AVX-512 BF16, AMX), and float32 elsewhere."""
+    """Returns the dtype; "auto" is bfloat16 on hardware that computes in it (CUDA, AVX-512 BF16, AMX), else float32."""
     if dtype != "auto":
         named: torch.dtype = getattr(torch, dtype)
         return named
@@ -103,42 +104,43 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def default_num_threads() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""transformers changes settings of the whole process while it builds a model, and puts them back afterwards."""
+_LOAD_LOCK = threading.Lock()
+"""Held while a model loads: transformers changes process-wide settings then, and so do `gguf_read_once`,
+`_no_progress_bars` and `find_attention_layers`."""
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Finds, checks and loads the model that `config` names.
+    """Finds, loads and checks the model that `config` names.
 
     Raises:
-        ModelLoadError: it is not there, cannot be read, or needs what we lack; the message says which.
+        ModelLoadError: it does not exist, cannot be read, or needs an unsupported feature, which the message names.
     """
     started = time.monotonic()
     location = resolve_model(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    with _ONE_AT_A_TIME, gguf_read_once():
+    with _LOAD_LOCK, _no_progress_bars(), gguf_read_once():
         model_config = _load_config(config, location)
-        check_config(config.model, model_config)
-        limit = context_limit(config.model, model_config)
+        check_supported(config.model, model_config)
+        max_model_len = context_limit(config.model, model_config) or UNLIMITED_CONTEXT
         model = _load_weights(config, location, model_config, dtype, device)
-    layers = probe(config.model, model)
+        layers = find_attention_layers(config.model, model)
+        head = find_lm_head(config.model, model)
     generation_config = _load_generation_config(config, location, model)
     loaded = LoadedModel(
         name=config.model,
         model=model,
-        head=find_head(config.model, model),
+        head=head,
         layers=layers,
         dtype=dtype,
         device=device,
         eos_token_ids=_eos_token_ids(generation_config, model.config),
         generation_defaults=_generation_defaults(generation_config),
-        max_model_len=limit,
+        max_model_len=max_model_len,
     )
     logger.info(
         "%s loaded in %.1f s: %s, %.1f M parameters, %s on %s",
@@ -154,7 +156,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def _load_config(config: EngineConfig, location: ModelLocation) -> PreTrainedConfig:
     with _load_errors(config, location):
-        return AutoConfig.from_pretrained(location.path, trust_remote_code=config.trust_remote_code, **_where(location))
+        return AutoConfig.from_pretrained(
+            location.path, trust_remote_code=config.trust_remote_code, **_source(location)
+        )
 
 
 def _load_weights(
@@ -164,32 +168,32 @@ def _load_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PreTrainedModel:
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": config.trust_remote_code,
     }
-    with _load_errors(config, location), _logged_progress(config.model):
+    with _load_errors(config, location):
         if config.load_format == "dummy":
             logger.info("%s: random weights (load_format=dummy)", config.model)
             torch.manual_seed(config.seed or 0)
-            model = AutoModelForCausalLM.from_config(model_config, **common).to(device)
+            model = AutoModelForCausalLM.from_config(model_config, **options).to(device)
         else:
             logger.info("%s: loading from %s", config.model, location.gguf_path or location.path)
-            # Straight to the device, so that the host never holds more than a part of the weights.
-            placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
-            if location.gguf_file is not None and hasattr(transformers, "GgufConfig"):
-                # Later versions of transformers keep the weights packed, for kernels of their own, unless told not to.
-                placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            # Straight to the device: the host never holds all of the weights.
+            if device.type != "cpu":
+                options["device_map"] = {"": device}
+            if location.gguf_file is not None:
+                options |= gguf_weight_options()
             model = AutoModelForCausalLM.from_pretrained(
-                location.path, config=model_config, **common, **placement, **_where(location)
+                location.path, config=model_config, **options, **_source(location)
             )
-    # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which stay in float32 in any model.
+    # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which transformers keeps in float32.
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
 
 
-def _where(location: ModelLocation) -> dict[str, str]:
+def _source(location: ModelLocation) -> dict[str, str]:
     settings = {"gguf_file": location.gguf_file, "revision": location.revision}
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -201,63 +205,18 @@ def _load_errors(config: EngineConfig, location: ModelLocation) -> Iterator[None
     except ModelLoadError:
         raise
     except Exception as error:
-        where = "" if location.is_local else " (not a folder here, so it was looked for on the Hugging Face hub)"
+        where = "" if location.is_local else " (not a local folder, so looked up on the Hugging Face hub)"
         raise ModelLoadError(f"cannot load the model {config.model!r}{where}: {error}") from error
 
 
-class _LoggedProgress:
-    """Stands in for a tqdm bar and writes a log line every few seconds instead."""
-
-    def __init__(self, name: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        self._name = name
-        self._items = arguments[0] if arguments else settings.get("iterable", ())
-        self._what = str(settings.get("desc") or "loading").strip(". ").lower()
-        self._total = settings.get("total") or (len(self._items) if hasattr(self._items, "__len__") else 0)
-        self._done = 0
-        self._next_line = time.monotonic() + 2.0
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            yield item
-            self.update()
-        self._log()
-
-    def __enter__(self) -> _LoggedProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + 2.0
-            self._log()
-
-    def close(self) -> None:
-        """tqdm's name for the end of a bar."""
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *args, **kwargs: None  # set_description, set_postfix, refresh and the like
-
-    def _log(self) -> None:
-        share = f"{100 * self._done // self._total} % of {self._total}" if self._total else str(self._done)
-        logger.info("%s: %s, %s", self._name, self._what, share)
-
-
 @contextmanager
-def _logged_progress(name: str) -> Iterator[None]:
-    """Turns the progress bars of transformers into log lines while a model loads."""
-    from transformers import modeling_gguf_pytorch_utils as gguf_loading
-
-    previous_hook = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: _LoggedProgress(name, args, kwargs))
-    previous_bar = gguf_loading.tqdm  # The one bar that does not ask the hook.
-    gguf_loading.tqdm = lambda *args, **kwargs: _LoggedProgress(name, args, kwargs)
+def _no_progress_bars() -> Iterator[None]:
+    """Disables the progress bars of transformers. Those of hub downloads stay."""
+    previous = transformers_logging.set_tqdm_hook(lambda tqdm, args, kwargs: tqdm(*args, **{**kwargs, "disable": True}))
     try:
         yield
     finally:
-        transformers_logging.set_tqdm_hook(previous_hook)
-        gguf_loading.tqdm = previous_bar
+        transformers_logging.set_tqdm_hook(previous)
 
 
 def _load_generation_config(config: EngineConfig, location: ModelLocation, model: PreTrainedModel) -> GenerationConfig:
@@ -281,7 +240,7 @@ def _eos_token_ids(generation_config: GenerationConfig, model_config: PreTrained
 
 
 def _generation_defaults(generation_config: GenerationConfig) -> dict[str, float]:
-    """Only what the makers set; values at which a filter is off say nothing."""
+    """Returns the fields that differ from transformers' own defaults."""
     values = generation_config.to_diff_dict()
     if values.get("do_sample") is False:
         return {}

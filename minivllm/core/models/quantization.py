@@ -1,4 +1,4 @@
-"""Projections in other numbers than the model's: packed for the C++ products, or by torch where there are none."""
+"""Replaces the projections of a model: packed weights for the C++ products, or W8A16 in torch without the library."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ _CHUNK_WEIGHTS = 2**17
 
 
 class PackedProjection(nn.Module):
-    """Stands in for an `nn.Linear` of the model and computes the same in C++, in the number format it was packed in."""
+    """Replaces an `nn.Linear`: packed weights, multiplied in C++.
+
+    NumberFormat.INT8 is W8A8: one weight scale per output channel, one activation scale per token.
+    """
 
     def __init__(self, linear: Any, number_format: NumberFormat) -> None:
         super().__init__()
         found = library()
         if found is None:
-            raise RuntimeError("the native library is not there")
+            raise RuntimeError("the native library is not available")
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._library: ctypes.CDLL = found
         self._packed: PackedLinear = pack(found, linear.weight, linear.bias, number_format)
         self._workspace = Workspace(found)
-        # Some models ask their projections for the type of the weight.
+        # Some models read the dtype of their projections' weights.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
         self._key = len(_projections)
         _projections.append(self)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(..., in_features) to (..., out_features), in the type of `states`."""
+        """Returns (..., out_features) of (..., in_features), in the dtype of `states`."""
         if torch.compiler.is_compiling():
             output: torch.Tensor = torch.ops.minivllm.packed_projection(states, self._key, self.out_features)
             return output
@@ -50,7 +53,7 @@ class PackedProjection(nn.Module):
         return flat.to(states.dtype).view(*states.shape[:-1], self.out_features)
 
 
-# An operator that a compiler takes as it is. It names the projection by number: it can hold tensors and numbers only.
+# An operator that is opaque to torch.compile. It takes tensors and numbers only, so it names the projection by its key.
 _projections: list[PackedProjection] = []
 _library = torch.library.Library("minivllm", "FRAGMENT")
 _library.define("packed_projection(Tensor states, int key, int out_features) -> Tensor")
@@ -67,7 +70,7 @@ torch.library.register_fake(
 
 
 def pack_projections(model: nn.Module, number_format: NumberFormat) -> int:
-    """Replaces every `nn.Linear` of `model` whose inputs are a multiple of 4. Returns how many."""
+    """Replaces every `nn.Linear` of `model` whose in_features is a multiple of 4. Returns their number."""
     started = time.monotonic()
     count = 0
     for parent in list(model.modules()):

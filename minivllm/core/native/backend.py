@@ -44,15 +44,12 @@ class NativeBackend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
         query, key, value = (_with_dense_rows(states.to(query.dtype)) for states in (query, key, value))
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        layer = self.layers[layer_index]
         call = bindings.AttentionCall(
             metadata.plan(self, lambda: self._begin_step(metadata)),
             query.data_ptr(),
@@ -71,9 +68,9 @@ class NativeBackend(AttentionBackend):
             key.shape[1],
             query.shape[2],
             key_cache.shape[2],
-            sliding_window or 0,
-            scale,
-            softcap or 0.0,
+            layer.sliding_window or 0,
+            layer.scale,
+            layer.softcap or 0.0,
         )
         self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
         return output

@@ -1,92 +1,72 @@
-"""Compares a model type that no test of ours knows with transformers' own attention, before it serves anybody."""
+"""Compares a model type without tests of its own with transformers before it serves requests."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
 from minivllm.core.attention import ATTENTION_NAME
-from minivllm.core.models.support import PROVEN_MODEL_TYPES, refuse
-from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.scheduler.output import ScheduledSequence
-from minivllm.core.sequence import Sequence
-
-if TYPE_CHECKING:
-    from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.attention.kv_pool import KVCachePool
+from minivllm.core.models.backbone import Backbone
+from minivllm.core.models.loader import LoadedModel
+from minivllm.core.models.support import TESTED_MODEL_TYPES, unsupported
+from minivllm.core.worker.dummy_step import dummy_step
 
 logger = logging.getLogger(__name__)
 
-# Share of the logits' norm by which the two may differ. Rounding is far below, a feature that was missed far above.
+# Largest difference relative to the norm of the logits: far above rounding, far below a missing feature.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-_LENGTHS = (11, 5)
+_PROMPT_LENS = (11, 5)
 _CHUNKS = (((0, 5), (0, 4)), ((5, 11), (4, 5)))
 
 
-def check_unproven(runner: ModelRunner) -> None:
-    """Two short texts, in chunks of one packed batch through the pool, against a whole forward pass of each.
+@torch.inference_mode()
+def check_against_transformers(model: LoadedModel, backbone: Backbone, block_size: int) -> None:
+    """Compares two prompts, in packed chunks through a small KV pool, with one eager forward pass each.
+
+    Skips model types in `TESTED_MODEL_TYPES`.
 
     Raises:
-        ModelLoadError: the results differ.
+        ModelLoadError: the logits differ.
     """
-    model = runner.model
-    block_size = runner.config.block_size
-    if model.model_type in PROVEN_MODEL_TYPES:
-        return
-    blocks_each = -(-max(_LENGTHS) // block_size)
-    if runner.num_blocks < 2 * blocks_each:
-        logger.warning("%s: not compared with transformers, the KV pool is too small for it", model.name)
+    if model.model_type in TESTED_MODEL_TYPES:
         return
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(model.vocab_size, (length,), generator=generator).tolist() for length in _LENGTHS]
-    ours = _through_the_pool(runner, texts, blocks_each)
-    theirs = torch.stack([_whole(runner, text) for text in texts])
-    difference = float((ours - theirs).norm() / theirs.norm())
+    prompts = [torch.randint(model.vocab_size, (length,), generator=generator).tolist() for length in _PROMPT_LENS]
+    longest = max(_PROMPT_LENS)
+    kv_cache = KVCachePool(model.kv_cache_spec(block_size), 2 * -(-longest // block_size), model.device)
+    for chunk in _CHUNKS:
+        ours = dummy_step(
+            backbone,
+            kv_cache,
+            query_lens=[end - start for start, end in chunk],
+            seq_lens=[end for _, end in chunk],
+            token_ids=[token for prompt, span in zip(prompts, chunk, strict=True) for token in prompt[slice(*span)]],
+            max_seq_len=longest,
+        )
+    theirs = torch.stack([_eager_logits(model, prompt) for prompt in prompts])
+    difference = float((ours.float() - theirs).norm() / theirs.norm())
     if not difference <= _TOLERANCE[model.dtype]:
-        raise refuse(
+        raise unsupported(
             model.name,
             model.model.config,
             f"something that paged attention lacks (its logits differ by {difference:.1%})",
         )
     logger.info(
-        "%s: models of type %s are not among those that are tested in detail; compared with transformers on %d tokens, "
-        "the logits differ by %.1e",
+        "%s: model type %s has no tests of its own; compared with transformers on %d tokens, the logits differ by %.1e",
         model.name,
         model.model_type,
-        sum(_LENGTHS),
+        sum(_PROMPT_LENS),
         difference,
     )
 
 
-@torch.inference_mode()
-def _through_the_pool(runner: ModelRunner, texts: list[list[int]], blocks_each: int) -> torch.Tensor:
-    """Logits (2, vocab_size) of the last tokens."""
-    params = SamplingParams(max_tokens=1)
-    sequences = [Sequence(f"self-check-{index}", text, params) for index, text in enumerate(texts)]
-    for index, sequence in enumerate(sequences):
-        sequence.block_table = list(range(index * blocks_each, (index + 1) * blocks_each))
-    rows = []
-    for chunk in _CHUNKS:
-        scheduled = [
-            ScheduledSequence(sequence, start, end, samples=False)
-            for sequence, (start, end) in zip(sequences, chunk, strict=True)
-        ]
-        model_input = runner.make_input(scheduled)
-        last = torch.from_numpy(model_input.last_rows).to(runner.device)
-        rows.append(runner.forward(model_input)[last])
-    for sequence in sequences:
-        runner.release(sequence)
-    return runner.body.logits(rows[-1]).float()
-
-
-@torch.inference_mode()
-def _whole(runner: ModelRunner, text: list[int]) -> torch.Tensor:
-    model = runner.model.model
-    model.set_attn_implementation("eager")
+def _eager_logits(model: LoadedModel, token_ids: list[int]) -> torch.Tensor:
+    model.model.set_attn_implementation("eager")
     try:
-        logits: torch.Tensor = model(input_ids=torch.tensor([text], device=runner.device), use_cache=False).logits
-        return logits[0, -1].float()
+        logits = model.model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits
+        return logits[0, -1].float()  # type: ignore[no-any-return]
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.model.set_attn_implementation(ATTENTION_NAME)

@@ -14,6 +14,7 @@ from minivllm.core.attention.base import AttentionBackend
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.attention.reference import ReferenceBackend, SdpaBackend
+from tests.engine.running import poison
 
 CPU = torch.device("cpu")
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -52,16 +53,7 @@ class Step:
         self._write_earlier_tokens(pool, tables, key, value)
         ends = np.cumsum(self.contexts)
         due = np.concatenate([np.arange(end - q, end) for end, q in zip(ends, self.queries, strict=True)])
-        output = backend.forward(
-            0,
-            query[due],
-            key[due],
-            value[due],
-            self._input(pool, tables).attention,
-            scale=self.scale,
-            sliding_window=self.window,
-            softcap=self.softcap,
-        )
+        output = backend.forward(0, query[due], key[due], value[due], self._input(pool, tables).attention)
         assert output.dtype == self.dtype
         assert output.is_contiguous()
         exact = self._exact(query, key, value)[due]
@@ -71,7 +63,7 @@ class Step:
         counts = [-(-context // self.block_size) for context in self.contexts]
         spec = KVCacheSpec(1, self.num_kv_heads, self.head_size, self.block_size, self.dtype)
         pool = KVCachePool(spec, sum(counts) + 3, CPU)
-        pool.poison()
+        poison(pool)
         blocks = list(range(pool.num_blocks))
         random.Random(0).shuffle(blocks)
         return pool, [[blocks.pop() for _ in range(count)] for count in counts]

@@ -17,9 +17,11 @@ from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.backbone import TransformersBackbone
 from minivllm.core.models.loader import choose_device, choose_dtype, load_model
 from minivllm.core.worker import memory_profiling as memory
-from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.worker.model_runner import build_model_runner
+from tests.engine.running import poison
 from tests.engine.tiny_models import TINY, save_tiny
 
 CPU = torch.device("cpu")
@@ -79,12 +81,15 @@ def test_generation_defaults_come_from_the_generation_config(llama: Path) -> Non
     assert load_model(config_for(llama)).generation_defaults == {"temperature": 0.6, "top_p": 0.9}
 
 
-def test_loading_progress_is_logged(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("packaged", [False, True], ids=["safetensors", "gguf"])
+def test_loading_is_logged_without_progress_bars(
+    packaged: bool, llama: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     with caplog.at_level("INFO"):
-        load_model(config_for(llama))
+        load_model(EngineConfig(dtype="float32", device="cpu") if packaged else config_for(llama))
     assert "loading from" in caplog.text
-    assert "100 % of" in caplog.text
     assert "loaded in" in caplog.text
+    assert "%|" not in capsys.readouterr().err
 
 
 def test_dummy_weights_need_only_a_config_and_are_reproducible(tmp_path: Path) -> None:
@@ -147,11 +152,11 @@ def test_pool_is_one_tensor_with_one_extra_padding_block(caplog: pytest.LogCaptu
 def test_poison_fills_only_the_given_blocks_with_nan() -> None:
     pool = KVCachePool(SPEC, 4, CPU)
     pool.tensor.zero_()
-    pool.poison([1, 4])
+    poison(pool, [1, 4])
     for layer in range(3):
         for cache in (pool.key_cache[layer], pool.value_cache[layer]):
             assert cache.isnan().flatten(1).all(dim=1).tolist() == [False, True, False, False, True]
-    pool.poison()
+    poison(pool)
     assert pool.tensor.isnan().all()
 
 
@@ -185,14 +190,14 @@ def test_default_max_model_len_is_bounded_by_pool_and_model(llama: Path) -> None
 def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling steps run on any device, so their arithmetic is checked without a GPU."""
     tokens_seen = []
-    forward = ModelRunner.forward
+    hidden_states = TransformersBackbone.hidden_states
 
-    def watched(runner: ModelRunner, model_input: ModelInput) -> torch.Tensor:
+    def watched(backbone: TransformersBackbone, model_input: ModelInput) -> torch.Tensor:
         tokens_seen.append(len(model_input.positions))
-        return forward(runner, model_input)
+        return hidden_states(backbone, model_input)
 
-    monkeypatch.setattr(ModelRunner, "forward", watched)
-    monkeypatch.setattr(ModelRunner, "_count_blocks", lambda runner: memory.blocks_on_cuda(runner, 0.5))
+    monkeypatch.setattr(TransformersBackbone, "hidden_states", watched)
+    monkeypatch.setattr(memory, "count_blocks", memory.blocks_on_cuda)
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -203,14 +208,14 @@ def test_gpu_memory_profiling_sizes_the_pool_and_leaves_no_state(llama: Path, mo
     # Utilization 0.5 of 10 GiB gives 5 GiB; other processes use 1 GiB, and the peak is 4 GiB less `left`.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * gib, 10 * gib))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib - left)
-    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50}
-    runner = ModelRunner(config_for(llama, **settings))
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 50, "gpu_memory_utilization": 0.5}
+    runner = build_model_runner(config_for(llama, **settings))
     assert runner.num_blocks == 999
     assert tokens_seen == [50, 6]
     assert not runner.sampler._states
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
     with pytest.raises(ModelLoadError, match="gpu_memory_utilization"):
-        ModelRunner(config_for(llama, **settings))
+        build_model_runner(config_for(llama, **settings))
 
 
 def test_loading_restores_patched_transformers_and_gguf_functions(llama: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_cache import block_pool
-from tests.engine.running import WatchedRun, greedy
+from tests.engine.running import WatchedRun, greedy, poison
 from tests.engine.tiny_models import TINY, VOCAB_SIZE, reference_logits, reference_model, save_tiny
 
 MAX_TOKENS = 10
@@ -46,7 +46,7 @@ def run_shared(folder: Path, **settings: object) -> WatchedRun:
             **settings,
         )
     )
-    run.engine.model_runner.kv_cache.poison()
+    poison(run.engine.model_runner.kv_cache)
     for request_id, prompt in shared_prompts().items():
         run.add(request_id, prompt, greedy(MAX_TOKENS))
         run.step()
@@ -93,7 +93,7 @@ def test_samples_of_a_shared_prompt_match_transformers(folder: Path) -> None:
     )
     run.add("r", prompt, greedy(MAX_TOKENS, n=3, temperature=1.0, seed=5))
     texts: dict[int, list[int]] = {}
-    run.engine.model_runner.kv_cache.poison()
+    poison(run.engine.model_runner.kv_cache)
     while run.engine.has_unfinished_requests():
         for output in run.engine.step():
             texts.setdefault(output.index, []).extend(output.new_token_ids)

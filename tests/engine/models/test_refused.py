@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ from transformers import (
     T5Config,
 )
 
+from minivllm.core.attention import AttentionLayer
 from minivllm.core.attention.reference import ReferenceBackend
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models import support as architecture
+from minivllm.core.models import support
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.loader import load_model
-from minivllm.core.worker import self_check
-from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.worker.model_runner import build_model_runner
 from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import VOCAB_SIZE, reference_logits, reference_model, save_tiny
 
@@ -121,7 +122,7 @@ def test_dynamic_rope_context_is_limited_to_the_trained_length(tmp_path: Path) -
     assert load_model(dummy(tmp_path)).max_model_len == 256
 
 
-UNPROVEN: dict[str, Callable[[], PreTrainedConfig]] = {
+UNTESTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere": lambda: CohereConfig(**TINY, logit_scale=0.3),
     "cohere2": lambda: Cohere2Config(**TINY, sliding_window=3),
     "granite": lambda: GraniteConfig(**TINY, logits_scaling=3.0, attention_multiplier=0.3),
@@ -129,13 +130,13 @@ UNPROVEN: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNPROVEN)
+@pytest.mark.parametrize("name", UNTESTED)
 def test_untested_model_type_is_compared_with_transformers_at_start(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    UNPROVEN[name]().save_pretrained(tmp_path)
+    UNTESTED[name]().save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
-        ModelRunner(dummy(tmp_path))
+        build_model_runner(dummy(tmp_path))
     assert "compared with transformers on 16 tokens" in caplog.text
 
 
@@ -143,19 +144,21 @@ def test_untested_model_type_is_compared_with_transformers_at_start(
 def test_self_check_rejects_a_sliding_window_that_is_not_applied(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    UNPROVEN[name]().save_pretrained(tmp_path)
-    forward = ReferenceBackend.forward
-    monkeypatch.setattr(
-        ReferenceBackend, "forward", lambda *args, **kwargs: forward(*args, **{**kwargs, "sliding_window": None})
-    )
+    UNTESTED[name]().save_pretrained(tmp_path)
+    initialize = ReferenceBackend.__init__
+
+    def without_windows(backend: ReferenceBackend, layers: tuple[AttentionLayer, ...], *args: Any) -> None:
+        initialize(backend, tuple(replace(layer, sliding_window=None) for layer in layers), *args)
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", without_windows)
     with pytest.raises(
         ModelLoadError, match=f"{name}.*cannot be served: it needs something that paged attention lacks"
     ):
-        ModelRunner(dummy(tmp_path, attention_backend="reference"))
+        build_model_runner(dummy(tmp_path, attention_backend="reference"))
 
 
 def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    UNPROVEN["granite"]().save_pretrained(tmp_path)
+    UNTESTED["granite"]().save_pretrained(tmp_path)
     monkeypatch.setattr(LMHead, "__call__", lambda self, hidden_states: self.projection(hidden_states))
     with pytest.raises(ModelLoadError, match=r"granite.*a treatment of its logits"):
         load_model(dummy(tmp_path))
@@ -166,18 +169,19 @@ def test_sliding_window_on_full_attention_layers_is_rejected(tmp_path: Path, mon
     Starcoder2Config(**TINY, sliding_window=3).save_pretrained(tmp_path)
     found = load_model(dummy(tmp_path)).layers
     config = Starcoder2Config(**TINY, layer_types=["full_attention"] * 3)
-    missing = architecture._unlike(dict(enumerate(found)), config)
+    missing = support._unsupported_combination(dict(enumerate(found)), config)
     assert missing is not None
     assert "a sliding window that does not reach" in missing
 
 
-def test_self_check_skipped_for_a_small_pool_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    UNPROVEN["granite"]().save_pretrained(tmp_path)
-    ModelRunner(dummy(tmp_path, num_blocks=2))
-    assert "not compared with transformers" in caplog.text
+def test_self_check_runs_with_a_tiny_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    UNTESTED["granite"]().save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        build_model_runner(dummy(tmp_path, num_blocks=2))
+    assert "compared with transformers on 16 tokens" in caplog.text
 
 
-def test_proven_model_types_are_exactly_the_tested_ones() -> None:
-    from tests.engine.tiny_models import TINY as PROVEN
+def test_model_types_without_a_self_check_are_exactly_the_tested_ones() -> None:
+    from tests.engine.tiny_models import TINY as TESTED
 
-    assert {make_config().model_type for make_config in PROVEN.values()} == self_check.PROVEN_MODEL_TYPES
+    assert {make_config().model_type for make_config in TESTED.values()} == support.TESTED_MODEL_TYPES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minivllm.core.config import EngineConfig
-from tests.engine.running import WatchedRun, greedy
+from tests.engine.running import WatchedRun, greedy, poison
 from tests.engine.tiny_models import TINY, VOCAB_SIZE, reference_logits, reference_model, save_tiny
 
 PROMPT_LENGTHS = (1, 4, 7, 23, 38)
@@ -33,7 +33,7 @@ def run_all(config: EngineConfig) -> WatchedRun:
     texts = list(prompts().items())
     for request_id, prompt in texts[:2]:
         run.add(request_id, prompt, greedy(MAX_TOKENS))
-    run.engine.model_runner.kv_cache.poison()
+    poison(run.engine.model_runner.kv_cache)
     run.step()
     run.step()
     for request_id, prompt in texts[2:]:
@@ -125,8 +125,8 @@ def test_nan_in_a_live_block_reaches_the_logits(folders: dict[str, Path]) -> Non
     """Shows that the other tests detect a read of a poisoned slot."""
     run = WatchedRun(config_for(folders["llama"]))
     run.add("r", [5] * 9, greedy(4))
-    run.engine.model_runner.kv_cache.poison()
+    poison(run.engine.model_runner.kv_cache)
     run.step()
-    run.engine.model_runner.kv_cache.poison([run.engine.scheduler.running[0].block_table[0]])
+    poison(run.engine.model_runner.kv_cache, [run.engine.scheduler.running[0].block_table[0]])
     with pytest.raises(ValueError, match="not a number"):
         run.run_on()

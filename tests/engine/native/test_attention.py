@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.native.backend import NativeBackend
 from tests.engine.native.portable_library import portable_library
+from tests.engine.running import poison
 
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 CPU = torch.device("cpu")
@@ -64,7 +66,7 @@ class Bench:
         blocks = [round_up(context, case.block_size) for context in case.contexts]
         spec = KVCacheSpec(1, case.num_kv_heads, case.head_size, case.block_size, case.dtype)
         self.pool = KVCachePool(spec, sum(blocks) + 3, CPU)
-        self.pool.poison()
+        poison(self.pool)
         order = list(range(sum(blocks) + 3))
         random.Random(case.seed).shuffle(order)
         self.tables = [[order.pop() for _ in range(count)] for count in blocks]
@@ -88,10 +90,7 @@ class Bench:
         query = self.random(num_tokens, case.group * case.num_kv_heads)
         key = torch.cat([self.keys[sequence][start:end] for sequence, start, end in ranges])
         value = torch.cat([self.values[sequence][start:end] for sequence, start, end in ranges])
-        output = self.backend.forward(
-            0, query, key, value, metadata, scale=0.125, sliding_window=case.window, softcap=case.softcap
-        )
-        return query, output
+        return query, self.backend.forward(0, query, key, value, metadata)
 
     def oracle(self, query: torch.Tensor, sequence: int, start: int, end: int) -> torch.Tensor:
         """Computes attention of queries (end - start, heads, head_size) in float64."""
@@ -160,13 +159,9 @@ def test_softcap_matches_the_reference(dtype):
     bench = Bench(Case([1, 300, 70], [1, 1, 70], softcap=0.7, dtype=dtype))
     bench.check()
     bench = Bench(Case([300], [1], softcap=0.7, dtype=dtype))
-    bench.backend.forward = no_cap(bench.backend.forward)
+    bench.backend.layers = (dataclasses.replace(bench.backend.layers[0], softcap=None),)
     with pytest.raises(AssertionError, match="error"):
         bench.check()
-
-
-def no_cap(forward):
-    return lambda *args, **kwargs: forward(*args, **{**kwargs, "softcap": None})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -207,12 +202,12 @@ def test_non_contiguous_projections_match_the_reference():
     bench = Bench(Case([90, 33], [90, 33], dtype=torch.bfloat16))
     forward = bench.backend.forward
 
-    def with_strides(layer, query, key, value, metadata, **rest):
+    def with_strides(layer, query, key, value, metadata):
         fused = torch.cat([query, key, value], dim=1).transpose(0, 1).contiguous().transpose(0, 1)
         heads = query.shape[1], key.shape[1]
         query, key, value = fused.split((*heads, heads[1]), dim=1)
         assert not query.is_contiguous()
-        return forward(layer, query, key, value, metadata, **rest)
+        return forward(layer, query, key, value, metadata)
 
     bench.backend.forward = with_strides
     bench.check()

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from minivllm.core import native
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models import backbone as model_body
+from minivllm.core.models import backbone
 from minivllm.core.models.quantization import PackedProjection, TorchInt8Projection
 from minivllm.core.native.bindings import Workspace
 from minivllm.core.native.packing import NumberFormat, check_amx, gemm, pack
@@ -91,7 +91,7 @@ def run_prompts(config: EngineConfig, prompts: dict[str, list[int]] = PROMPTS) -
 )
 def test_llama_like_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
-    assert run.engine.model_runner.body.name == "native"
+    assert run.engine.model_runner.backbone.name == "native"
     assert largest_error(run, folders[name]) < TOLERANCE[quantization]
 
 
@@ -99,13 +99,13 @@ def test_llama_like_models_match_transformers(name, quantization, folders):
 def test_portable_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (portable_library(), None))
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    assert run.engine.model_runner.body.name == "native"
+    assert run.engine.model_runner.backbone.name == "native"
     assert largest_error(run, folders["qwen3"]) < TOLERANCE[quantization]
 
 
 def test_int8_of_a_float32_model_matches_transformers(int8_cpu, folders):
     run = run_prompts(settings(folders["llama"], dtype="float32", quantization="int8"))
-    assert run.engine.model_runner.body.name == ("native" if int8_cpu else "transformers")
+    assert run.engine.model_runner.backbone.name == ("native" if int8_cpu else "transformers")
     assert largest_error(run, folders["llama"]) < TOLERANCE["int8"]
 
 
@@ -173,7 +173,7 @@ def test_projection_biases_are_applied(tmp_path):
             parameter.data.normal_(std=0.3)
     model.save_pretrained(tmp_path)
     run = run_prompts(settings(tmp_path))
-    assert run.engine.model_runner.body.name == "native"
+    assert run.engine.model_runner.backbone.name == "native"
     assert largest_error(run, tmp_path) < TOLERANCE[None]
 
 
@@ -182,13 +182,13 @@ def test_projection_biases_are_applied(tmp_path):
 )
 def test_packed_projections_of_other_models_match_transformers(name, quantization, folders):
     run = run_prompts(settings(folders[name], quantization=quantization))
-    assert run.engine.model_runner.body.name == "transformers"
+    assert run.engine.model_runner.backbone.name == "transformers"
     assert largest_error(run, folders[name]) < (3e-2 if quantization is None else 2.5e-1)
 
 
 def test_compile_off_uses_the_transformers_decoder(folders):
     run = run_prompts(settings(folders["llama"], compile="off"))
-    assert run.engine.model_runner.body.name == "transformers"
+    assert run.engine.model_runner.backbone.name == "transformers"
     assert largest_error(run, folders["llama"]) < 3e-2
 
 
@@ -197,7 +197,7 @@ def test_missing_compiler_falls_back_to_torch(folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (None, "there is no C++ compiler"))
     for quantization in (None, "int8"):
         run = run_prompts(settings(folders["llama"], quantization=quantization))
-        assert run.engine.model_runner.attention.name != "native"
+        assert run.engine.model_runner.backbone.attention.name != "native"
         assert largest_error(run, folders["llama"]) < (3e-2 if quantization is None else 1.5e-1)
 
 
@@ -269,9 +269,9 @@ def test_sleeping_threads_complete_every_stage():
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_amx_build_matches_transformers(quantization, folders, monkeypatch):
     monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_amx(), None))
-    assert model_body.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
+    assert backbone.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
-    assert run.engine.model_runner.body.name == "native"
+    assert run.engine.model_runner.backbone.name == "native"
     assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
 
 
@@ -303,7 +303,7 @@ def test_int16_products_do_not_overflow():
     library = native.library()
     assert library is not None
     if not library.minivllm_has_integer_dot():
-        assert model_body.number_format_for(torch.bfloat16, None) is not NumberFormat.INT16
+        assert backbone.number_format_for(torch.bfloat16, None) is not NumberFormat.INT16
         return
     outliers = torch.full((2, 4096), 0.3)
     outliers[:, 7] = 30.0
@@ -339,7 +339,7 @@ def test_quantization_on_cuda_is_rejected(folders):
         device = torch.device("cuda")
 
     with pytest.raises(ModelLoadError, match="quantization"):
-        model_body.choose_body(config, OnCuda(), None, None, 10)
+        backbone.choose_backbone(config, OnCuda(), None, None)
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)

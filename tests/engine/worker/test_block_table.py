@@ -25,7 +25,7 @@ def plain(scheduled: list[ScheduledSequence]) -> np.ndarray:
 
 
 class Lifecycle:
-    """A sequence whose block table grows, has blocks replaced as by `mark_computed`, and is emptied by preemption."""
+    """A sequence whose block table grows, and is emptied by preemption."""
 
     def __init__(self, request_id: str, rng: random.Random) -> None:
         self.rng = rng
@@ -40,9 +40,6 @@ class Lifecycle:
         return ScheduledSequence(self.sequence, self.computed, end, True)
 
     def complete(self, scheduled: ScheduledSequence) -> None:
-        for index in range(scheduled.start // BLOCK_SIZE, scheduled.end // BLOCK_SIZE):
-            if self.rng.random() < 0.3:
-                self.sequence.block_table[index] = self.rng.randrange(900)
         self.computed = scheduled.end
 
     def preempt(self) -> None:
@@ -70,6 +67,21 @@ def test_rows_follow_the_block_tables_of_a_random_workload() -> None:
                 lifecycles[lifecycle.sequence.request_id] = Lifecycle(lifecycle.sequence.request_id, rng)
 
 
+def test_a_step_reads_only_blocks_that_are_new_since_the_last_step() -> None:
+    class Table(list):
+        def __getitem__(self, key):
+            read.append(list(range(len(self)))[key])
+            return super().__getitem__(key)
+
+    read: list[list[int]] = []
+    rows = BlockTable(BLOCK_SIZE, PADDING)
+    sequence = Sequence("r", [1], SamplingParams())
+    sequence.block_table = Table(range(100, 110))
+    for start, end in ((0, 9), (9, 10), (10, 12), (12, 13), (13, 30)):
+        rows.tables([ScheduledSequence(sequence, start, end, True)])
+    assert read == [[0, 1, 2], [3], [4, 5, 6, 7]]
+
+
 def test_release_frees_the_row_of_a_sequence() -> None:
     rng = random.Random(0)
     rows = BlockTable(BLOCK_SIZE, PADDING)
@@ -78,7 +90,7 @@ def test_release_frees_the_row_of_a_sequence() -> None:
         rows.tables([lifecycle.schedule()])
         rows.release(lifecycle.sequence)
         rows.release(lifecycle.sequence)
-    assert not rows._rows
+        assert lifecycle.sequence.block_table_row is None
     assert rows._tables.shape[0] == 8
 
 
@@ -91,4 +103,4 @@ def test_releasing_an_old_sequence_keeps_the_row_of_a_new_one_with_its_id() -> N
     rows.tables(scheduled)
     rows.release(old.sequence)
     np.testing.assert_array_equal(rows.tables(scheduled), plain(scheduled))
-    assert len(rows._rows) == 1
+    assert len(rows._free_rows) == 7

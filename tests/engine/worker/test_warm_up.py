@@ -10,7 +10,7 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.stats import EngineStats
-from minivllm.core.worker.model_runner import ModelRunner
+from minivllm.core.worker.model_runner import build_model_runner
 from minivllm.core.worker.warm_up import warm_up
 from tests.engine.tiny_models import TINY, save_tiny
 
@@ -24,7 +24,7 @@ def started(folder: Path, num_blocks: int, *, warm: bool) -> LLMEngine:
     config = EngineConfig(
         model=str(folder), dtype="float32", block_size=4, num_blocks=num_blocks, validate_blocks=True, num_threads=1
     )
-    runner = ModelRunner(config)
+    runner = build_model_runner(config)
     engine = LLMEngine(config, runner)
     if warm:
         warm_up(runner, engine.scheduler.token_budget)
