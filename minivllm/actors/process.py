@@ -2,8 +2,8 @@
 
 CPU policy: message-passing processes run under SCHED_BATCH so that they do not preempt the engine's threads. With 64
 streams, a step wakes the proxy and the ingress hundreds of times, and a preempted engine thread delays all others at
-the next barrier (`native/csrc/stage.hpp`). SCHED_BATCH keeps a process's share of the CPU but delays its wake-ups to an
-idle core or the next scheduler tick. On machines with idle cores it changes nothing.
+the next barrier (`native/csrc/barrier.hpp`). SCHED_BATCH keeps a process's share of the CPU but delays its wake-ups to
+an idle core or the next scheduler tick. On machines with idle cores it changes nothing.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from minivllm.core.models.loader import LoadedModel
 from minivllm.core.models.quantization import PackedProjection, pack_projections, quantize_with_torch
 from minivllm.core.native import library
 from minivllm.core.native.decoder import NativeDecoder, why_not_decoder
-from minivllm.core.native.packing import NumberFormat, format_of_16_bits
+from minivllm.core.native.packing import NumberFormat, fastest_16_bit_format
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFor
         return None
     if quantization == "int8":
         return NumberFormat.INT8
-    return format_of_16_bits(native) if dtype == torch.bfloat16 else None
+    return fastest_16_bit_format(native) if dtype == torch.bfloat16 else None
 
 
 def choose_backbone(

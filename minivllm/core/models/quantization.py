@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from minivllm.core.native import library
-from minivllm.core.native.packing import NumberFormat, PackedLinear, apply, pack
-from minivllm.core.native.workspace import Workspace
+from minivllm.core.native.bindings import Workspace
+from minivllm.core.native.packing import NumberFormat, PackedLinear, gemm, pack
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PackedProjection(nn.Module):
         return self.multiply(states)
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        flat = apply(self._library, self._workspace, self._packed, states.reshape(-1, self.in_features))
+        flat = gemm(self._library, self._workspace, self._packed, states.reshape(-1, self.in_features))
         return flat.to(states.dtype).view(*states.shape[:-1], self.out_features)
 
 

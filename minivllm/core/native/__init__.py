@@ -1,6 +1,6 @@
-"""The parts of a step written in C++ for CPUs, built with the compiler of the machine they run on.
+"""The C++ path for CPUs: paged attention, packed GEMMs and a Llama-like decoder, compiled on the machine they run on.
 
-`library()` gives the loaded library, or None where it cannot be built; whoever asks has a way without it.
+`library()` returns the loaded library, or None where it cannot be built. Every caller has a fallback without it.
 """
 
 from minivllm.core.native.build import library, why_not

@@ -1,24 +1,21 @@
-"""Paged attention on CPUs in C++ (`core/native`): K and V are read where they lie, nothing is gathered or masked."""
+"""NativeBackend: paged attention on CPUs in C++."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
 from minivllm.core import native
 from minivllm.core.attention.base import AttentionBackend, AttentionLayer
 from minivllm.core.attention.metadata import AttentionMetadata
-from minivllm.core.native.bindings import AttentionCall, StepCall
-from minivllm.core.native.steps import describe_step
-from minivllm.core.native.workspace import Workspace
+from minivllm.core.native import bindings
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NativeBackend(AttentionBackend):
-    """Scores and softmax in float32 whatever the pool's type; threads share the work by its length."""
+    """Reads K and V in the pool without gathering them; scores and softmax are float32. See `attention.hpp`."""
 
     name = "native"
 
@@ -28,7 +25,7 @@ class NativeBackend(AttentionBackend):
         if library is None:
             raise RuntimeError(native.why_not())
         self._library = library
-        self._workspace = Workspace(library)
+        self._workspace = bindings.Workspace(library)
 
     @classmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -48,14 +45,13 @@ class NativeBackend(AttentionBackend):
         value: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        step, _ = metadata.plan(self, lambda: self._begin_step(metadata))
-        query, key, value = (_dense_heads(states, query.dtype) for states in (query, key, value))
+        query, key, value = (_with_dense_rows(states.to(query.dtype)) for states in (query, key, value))
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = self.layers[layer_index]
-        call = AttentionCall(
-            step,
+        call = bindings.AttentionCall(
+            metadata.plan(self, lambda: self._begin_step(metadata)),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -79,13 +75,10 @@ class NativeBackend(AttentionBackend):
         self._library.minivllm_attention(self._workspace.handle(), ctypes.byref(call))
         return output
 
-    def _begin_step(self, metadata: AttentionMetadata) -> tuple[StepCall, tuple[Any, ...]]:
+    def _begin_step(self, metadata: AttentionMetadata) -> bindings.AttentionMetadata:
         self._library.minivllm_begin_step(self._workspace.handle())
-        return describe_step(metadata)
+        return bindings.AttentionMetadata.of(metadata)
 
 
-def _dense_heads(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(T, heads, head_size) whose last dimension is dense, in a type that the library reads."""
-    if states.dtype != dtype:
-        states = states.to(dtype)
-    return states if states.stride(2) == 1 else states.contiguous()
+def _with_dense_rows(states: torch.Tensor) -> torch.Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,4 +1,4 @@
-"""Weights as the C++ products take them, in the number format that suits the CPU."""
+"""Packed weights for the C++ GEMMs, in the number format that is fastest on the CPU."""
 
 from __future__ import annotations
 
@@ -9,63 +9,58 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.core.native.bindings import Linear
+from minivllm.core.native import bindings
+from minivllm.core.native.bindings import Workspace
 from minivllm.core.native.memory import prefer_huge_pages
-from minivllm.core.native.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
-PANEL = 32
-"""Columns a panel; packed matrices are filled up to whole panels."""
+PANEL_WIDTH = 32
+"""Columns per panel, as in `gemm_packing.hpp`; N is padded to a multiple of it."""
 
-_ROWS_AT_ONCE = 4096
-"""Rows of a weight that are turned to float32 at once."""
+_ROWS_PER_CALL = 4096
+"""Rows of a weight that are converted to float32 at once; a multiple of PANEL_WIDTH."""
 
 
 class NumberFormat(enum.IntEnum):
-    """How weights and activations are multiplied; see `gemm.hpp`."""
+    """Types of weights and activations in a GEMM, as in `gemm_packing.hpp`."""
 
     FLOAT = 0
     INT16 = 1
     INT8 = 2
-    BFLOAT16 = 3  # by the matrix unit
+    BFLOAT16 = 3  # AMX
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A projection (N, K), packed. `description` points into the tensors that stand beside it."""
+    """Packed weight (N, K) and bias of a linear layer. `struct` points into `tensors`."""
 
     num_outputs: int
-    description: Linear
+    struct: bindings.PackedLinear
     tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
 class Arena:
-    """Memory for many packed matrices, taken in large pieces: these can lie in large pages, single matrices not."""
+    """Allocates packed weights from large chunks, which the kernel can back with huge pages."""
 
     _ALIGNMENT = 64
 
-    def __init__(self, piece_bytes: int = 32 * 1024**2) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, chunk_bytes: int = 32 * 1024**2) -> None:
+        self._chunk_bytes = chunk_bytes
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """`num_bytes` not yet written bytes, aligned to a line of the cache."""
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Returns `num_bytes` uninitialized bytes, aligned to a cache line."""
         num_bytes = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
         if num_bytes > self._free.numel():
-            self._free = torch.empty(max(num_bytes, self._piece_bytes), dtype=torch.uint8, device="cpu")
+            self._free = torch.empty(max(num_bytes, self._chunk_bytes), dtype=torch.uint8, device="cpu")
             prefer_huge_pages(self._free)
-        taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
-        return taken
+        allocated, self._free = self._free[:num_bytes], self._free[num_bytes:]
+        return allocated
 
 
-def cpu_floats(*shape: int) -> torch.Tensor:
-    """Memory for C++ to write to. Type and device must be said: the defaults belong to the process, and a caller of
-    ours may have set others, or transformers while it loads a model in another thread."""
+def empty_float32(*shape: int) -> torch.Tensor:
+    """Returns uninitialized CPU memory for C++, whatever torch's default dtype and device are set to."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
@@ -76,53 +71,45 @@ def pack(
     number_format: NumberFormat,
     arena: Arena | None = None,
 ) -> PackedLinear:
-    """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None. The bytes come from `arena`, if given."""
+    """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None, in memory of `arena` if given."""
     num_outputs, depth = weight.shape
-    panels = -(-num_outputs // PANEL)
+    columns = -(-num_outputs // PANEL_WIDTH) * PANEL_WIDTH
     panel_bytes = library.minivllm_panel_bytes(number_format, depth)
-    data = (arena or Arena(0)).take(panels * panel_bytes)
-    scale = cpu_floats(panels * PANEL).zero_()
-    stretches = library.minivllm_stretches(number_format, depth)
-    offset = torch.zeros(panels * PANEL * stretches, dtype=torch.int32, device="cpu")
-    norm = 0.0
-    for first in range(0, num_outputs, _ROWS_AT_ONCE):
-        rows = weight[first : first + _ROWS_AT_ONCE].float().contiguous()
-        panel = first // PANEL
-        pointers = (data[panel * panel_bytes :], scale[first:], offset[first * stretches :])
-        found = library.minivllm_pack(
+    segments = library.minivllm_num_segments(number_format, depth)
+    data = (arena or Arena(0)).allocate(columns // PANEL_WIDTH * panel_bytes)
+    scale = empty_float32(columns).zero_()
+    compensation = torch.zeros(columns * segments, dtype=torch.int32, device="cpu")
+    max_norm = 0.0
+    for first in range(0, num_outputs, _ROWS_PER_CALL):
+        rows = weight[first : first + _ROWS_PER_CALL].float().contiguous()
+        norm = library.minivllm_pack(
             number_format,
             rows.data_ptr(),
             rows.shape[0],
             depth,
-            *(tensor.data_ptr() for tensor in pointers),
+            data[first // PANEL_WIDTH * panel_bytes :].data_ptr(),
+            scale[first:].data_ptr(),
+            compensation[first * segments :].data_ptr(),
             torch.get_num_threads(),
         )
-        norm = max(norm, found)
-    padded_bias = None
+        max_norm = max(max_norm, norm)
+    tensors = [data, scale, compensation]
     if bias is not None:
-        padded_bias = cpu_floats(panels * PANEL).zero_()
+        padded_bias = empty_float32(columns).zero_()
         padded_bias[:num_outputs] = bias
-    description = Linear(
-        data.data_ptr(),
-        scale.data_ptr(),
-        offset.data_ptr(),
-        padded_bias.data_ptr() if padded_bias is not None else None,
-        panels * PANEL,
-        depth,
-        norm,
-        number_format,
-    )
-    tensors = (data, scale, offset) + (() if padded_bias is None else (padded_bias,))
-    return PackedLinear(num_outputs, description, tensors)
+        tensors.append(padded_bias)
+    pointers = [tensor.data_ptr() for tensor in tensors] + [None] * (4 - len(tensors))
+    struct = bindings.PackedLinear(*pointers, columns, depth, max_norm, number_format)
+    return PackedLinear(num_outputs, struct, tuple(tensors))
 
 
-def apply(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, states: torch.Tensor) -> torch.Tensor:
-    """(R, K) to (R, N) in float32."""
+def gemm(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, states: torch.Tensor) -> torch.Tensor:
+    """Returns states (R, K) times the packed weight, plus its bias: (R, N) float32."""
     states = states.float().contiguous()
-    output = cpu_floats(states.shape[0], linear.num_outputs)
-    library.minivllm_linear(
+    output = empty_float32(states.shape[0], linear.num_outputs)
+    library.minivllm_gemm(
         workspace.handle(),
-        ctypes.byref(linear.description),
+        ctypes.byref(linear.struct),
         states.data_ptr(),
         states.shape[0],
         output.data_ptr(),
@@ -132,27 +119,24 @@ def apply(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, stat
     return output
 
 
-def format_of_16_bits(library: ctypes.CDLL) -> NumberFormat:
-    """The products of weights in 16 bits that are fastest on this CPU."""
-    if library.minivllm_has_tiles():
+def fastest_16_bit_format(library: ctypes.CDLL) -> NumberFormat:
+    """Returns the number format of bfloat16 models on this CPU."""
+    if library.minivllm_has_amx():
         return NumberFormat.BFLOAT16
     return NumberFormat.INT16 if library.minivllm_has_integer_dot() else NumberFormat.FLOAT
 
 
-def check_tiles(library: ctypes.CDLL) -> None:
-    """Does a few products by the CPU's matrix unit, if there is one, and forbids its use if they are wrong.
-
-    A fast product that is wrong would be worse than a slow one, and nothing else would notice it.
-    """
-    if not library.minivllm_has_tiles():
+def check_amx(library: ctypes.CDLL) -> None:
+    """Compares AMX products with float32, and disables AMX with a warning if they are wrong."""
+    if not library.minivllm_has_amx():
         return
     generator = torch.Generator().manual_seed(0)
-    weight, states = (cpu_floats(rows, 192).normal_(generator=generator) for rows in (70, 150))
-    wanted = states @ weight.T
-    for number_format, most in ((NumberFormat.BFLOAT16, 1e-2), (NumberFormat.INT8, 5e-2)):
-        found = apply(library, Workspace(library), pack(library, weight, None, number_format), states)
-        error = float((found - wanted).norm() / wanted.norm())
-        if not error < most:
-            logger.warning("this CPU's matrix unit multiplies wrongly (%s, error %.3g): not used", number_format, error)
-            library.minivllm_forbid_tiles()
+    weight, states = (empty_float32(rows, 192).normal_(generator=generator) for rows in (70, 150))
+    expected = states @ weight.T
+    for number_format, max_error in ((NumberFormat.BFLOAT16, 1e-2), (NumberFormat.INT8, 5e-2)):
+        found = gemm(library, Workspace(library), pack(library, weight, None, number_format), states)
+        error = float((found - expected).norm() / expected.norm())
+        if not error < max_error:
+            logger.warning("AMX is disabled: its products are wrong (%s, relative error %.3g)", number_format, error)
+            library.minivllm_disable_amx()
             return

@@ -1,4 +1,4 @@
-"""Prefaulter: has the memory of the KV pool handed out by the system before requests need it, when a core is idle."""
+"""Prefaulting of the KV pool, so that requests do not wait for page faults."""
 
 from __future__ import annotations
 
@@ -16,43 +16,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_OF_MEMORY = 0.8
-"""A pool larger than this share of what is left is not taken ahead: somebody might be killed for it."""
+MAX_PREFAULT_SHARE = 0.8
+"""Share of the available memory above which a pool is not prefaulted: the kernel might kill a process to supply it."""
 
 
 class Prefaulter:
-    """Goes through a pool in the background, first blocks first, and changes nothing in it. Lives no longer than it."""
+    """Faults in the pages of a KV pool in the background, lowest blocks first, without changing their contents.
 
-    def __init__(self, found: ctypes.CDLL, pool: KVCachePool) -> None:
-        num_layers, keys_and_values = pool.tensor.shape[:2]
-        regions = num_layers * keys_and_values
-        self._library = found
-        self._handle = found.minivllm_touch_pages(pool.tensor.data_ptr(), regions, pool.num_bytes // regions)
-        # A thread of C++, not of Python: at the lowest priority it might hold the interpreter while all wait for it.
-        self._stop = weakref.finalize(pool, found.minivllm_stop_touching, self._handle)
+    It runs in a C++ thread at idle priority, since a Python thread of that priority would delay others while it holds
+    the GIL. The thread ends when the pool is deleted.
+    """
+
+    def __init__(self, library: ctypes.CDLL, pool: KVCachePool) -> None:
+        num_regions = pool.tensor.shape[0] * pool.tensor.shape[1]  # layers, K and V
+        self._library = library
+        self._handle = library.minivllm_prefault(pool.tensor.data_ptr(), num_regions, pool.num_bytes // num_regions)
+        self._stop = weakref.finalize(pool, library.minivllm_stop_prefault, self._handle)
 
     @classmethod
     def start(cls, pool: KVCachePool) -> Self | None:
-        """None on a GPU, without the C++ library, and for a pool that would take nearly all the memory that is left, or
-        where the system does not tell how much that is: pages then come as they are first written."""
-        found = library() if pool.device.type == "cpu" else None
-        left = None if found is None else available_bytes()
-        if found is None or left is None:
+        """Returns a running prefaulter, or None if the pool's pages are to be faulted in by the first writes.
+
+        None on a GPU, without the C++ library, and if the available memory is unknown or scarce.
+        """
+        native = library() if pool.device.type == "cpu" else None
+        available = None if native is None else available_bytes()
+        if native is None or available is None:
             return None
-        if pool.num_bytes > MOST_OF_MEMORY * left:
+        if pool.num_bytes > MAX_PREFAULT_SHARE * available:
             logger.warning(
-                "the KV pool has %.1f GiB and there are %.1f GiB of memory left: it gets them as it needs them",
+                "the KV pool (%.1f GiB) is not prefaulted: only %.1f GiB of memory are available",
                 pool.num_bytes / 2**30,
-                left / 2**30,
+                available / 2**30,
             )
             return None
-        return cls(found, pool)
+        return cls(native, pool)
 
     def is_done(self) -> bool:
-        """Whether the pool has all its pages, or is gone."""
-        return not self._stop.alive or bool(self._library.minivllm_are_touched(self._handle))
+        """Returns whether all pages are resident, or the pool is deleted."""
+        return not self._stop.alive or bool(self._library.minivllm_prefault_is_done(self._handle))
 
     def wait(self) -> None:
-        """Returns when `is_done`. For measurements that begin with a server in its steady state."""
+        """Waits until `is_done`, for benchmarks of the steady state."""
         while not self.is_done():
             time.sleep(0.01)

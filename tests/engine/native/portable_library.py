@@ -17,11 +17,11 @@ def portable_library() -> ctypes.CDLL:
 
 
 @functools.cache
-def library_with_tiles() -> ctypes.CDLL:
-    """Returns a build with the matrix unit of this CPU, or with an emulated one."""
+def library_with_amx() -> ctypes.CDLL:
+    """Returns a build with the AMX of this CPU, or with an emulated one."""
     found = build.library()
     assert found is not None
-    return found if found.minivllm_has_tiles() else _built((*build._FLAGS, "-DMINIVLLM_EMULATE_TILES"))
+    return found if found.minivllm_has_amx() else _built((*build._FLAGS, "-DMINIVLLM_EMULATE_AMX"))
 
 
 def _built(flags: tuple[str, ...]) -> ctypes.CDLL:

@@ -17,9 +17,9 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models import backbone
 from minivllm.core.models.quantization import PackedProjection, TorchInt8Projection
-from minivllm.core.native.packing import NumberFormat, apply, check_tiles, pack
-from minivllm.core.native.workspace import Workspace
-from tests.engine.native.portable_library import library_with_tiles, portable_library
+from minivllm.core.native.bindings import Workspace
+from minivllm.core.native.packing import NumberFormat, check_amx, gemm, pack
+from tests.engine.native.portable_library import library_with_amx, portable_library
 from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import TINY, reference_logits, reference_model, save_tiny
 
@@ -222,8 +222,8 @@ LIMITS = {NumberFormat.FLOAT: 1e-6, NumberFormat.INT16: 1e-3, NumberFormat.INT8:
 
 @pytest.mark.parametrize(
     "make_library",
-    [native.library, portable_library, library_with_tiles],
-    ids=["native build", "portable build", "matrix unit build"],
+    [native.library, portable_library, library_with_amx],
+    ids=["native build", "portable build", "AMX build"],
 )
 def test_packed_products_match_float64_at_every_size(make_library):
     """Covers every number format, and more threads than cores."""
@@ -234,7 +234,7 @@ def test_packed_products_match_float64_at_every_size(make_library):
     formats = [NumberFormat.FLOAT, NumberFormat.INT8]
     if library.minivllm_has_integer_dot():
         formats += [NumberFormat.INT16]
-    if library.minivllm_has_tiles():
+    if library.minivllm_has_amx():
         formats += [NumberFormat.BFLOAT16]
     try:
         for threads, rows, depth, width in sizes:
@@ -245,7 +245,7 @@ def test_packed_products_match_float64_at_every_size(make_library):
             wanted = states.double() @ weight.double().T + bias
             for number_format in formats:
                 packed = pack(library, weight, bias, number_format)
-                got = apply(library, Workspace(library), packed, states)
+                got = gemm(library, Workspace(library), packed, states)
                 error = float((got - wanted).norm() / wanted.norm())
                 assert error < LIMITS[number_format], (threads, rows, depth, width, number_format, error)
     finally:
@@ -260,42 +260,42 @@ def test_sleeping_threads_complete_every_stage():
     try:
         torch.set_num_threads(6)
         workspace, packed = Workspace(library), pack(library, weight, None, NumberFormat.FLOAT)
-        first = apply(library, workspace, packed, states)
-        assert all(torch.equal(apply(library, workspace, packed, states), first) for _ in range(100))
+        first = gemm(library, workspace, packed, states)
+        assert all(torch.equal(gemm(library, workspace, packed, states), first) for _ in range(100))
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_matrix_unit_build_matches_transformers(quantization, folders, monkeypatch):
-    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_tiles(), None))
+def test_amx_build_matches_transformers(quantization, folders, monkeypatch):
+    monkeypatch.setattr("minivllm.core.native.build._load", lambda: (library_with_amx(), None))
     assert backbone.number_format_for(torch.bfloat16, None) is NumberFormat.BFLOAT16
     run = run_prompts(settings(folders["qwen3"], quantization=quantization))
     assert run.engine.model_runner.backbone.name == "native"
     assert largest_error(run, folders["qwen3"]) < (3e-2 if quantization is None else TOLERANCE["int8"])
 
 
-def test_faulty_matrix_unit_is_disabled(monkeypatch, caplog):
+def test_faulty_amx_is_disabled(monkeypatch, caplog):
     class Broken:
-        """Has a matrix unit whose products write no result."""
+        """Has AMX whose products write no result."""
 
-        forbidden = False
+        is_disabled = False
 
         def __getattr__(self, name):
-            return getattr(library_with_tiles(), name)
+            return getattr(library_with_amx(), name)
 
-        def minivllm_linear(self, *arguments):
+        def minivllm_gemm(self, *arguments):
             pass
 
-        def minivllm_forbid_tiles(self):
-            self.forbidden = True
+        def minivllm_disable_amx(self):
+            self.is_disabled = True
 
     broken = Broken()
-    check_tiles(broken)
-    assert broken.forbidden
-    assert "matrix unit" in caplog.text
-    check_tiles(library_with_tiles())
-    assert library_with_tiles().minivllm_has_tiles()
+    check_amx(broken)
+    assert broken.is_disabled
+    assert "AMX is disabled" in caplog.text
+    check_amx(library_with_amx())
+    assert library_with_amx().minivllm_has_amx()
 
 
 def test_int16_products_do_not_overflow():
@@ -314,21 +314,21 @@ def test_int16_products_do_not_overflow():
         (torch.zeros(32, 4096), torch.zeros(1, 4096)),
     ):
         packed = pack(library, weight, None, NumberFormat.INT16)
-        got = apply(library, Workspace(library), packed, states)
+        got = gemm(library, Workspace(library), packed, states)
         wanted = states.double() @ weight.double().T
         assert torch.allclose(got.double(), wanted, rtol=3e-3, atol=1e-9), (got[0, 0], wanted[0, 0])
 
 
 def test_row_result_is_independent_of_the_batch():
     """A row gives bitwise the same result alone and in a batch."""
-    library = library_with_tiles()
+    library = library_with_amx()
     generator = torch.Generator().manual_seed(0)
     formats = [NumberFormat.BFLOAT16, *([NumberFormat.INT16] if library.minivllm_has_integer_dot() else [])]
     for number_format in formats:
         packed = pack(library, torch.randn(96, 128, generator=generator), None, number_format)
         states = torch.randn(50, 128, generator=generator)
-        together = apply(library, Workspace(library), packed, states)
-        alone = torch.cat([apply(library, Workspace(library), packed, row) for row in states.split(1)])
+        together = gemm(library, Workspace(library), packed, states)
+        alone = torch.cat([gemm(library, Workspace(library), packed, row) for row in states.split(1)])
         assert torch.equal(together, alone)
 
 
@@ -345,15 +345,15 @@ def test_quantization_on_cuda_is_rejected(folders):
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_default_dtype_of_the_caller_does_not_change_the_tokens(default, quantization, folders):
-    check_that_default_type_is_ignored(default, settings(folders["llama"], quantization=quantization))
+    check_default_dtype_is_ignored(default, settings(folders["llama"], quantization=quantization))
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
-def test_int8_ignores_the_default_dtype_of_the_caller_on_every_cpu(default, int8_cpu, folders):
-    check_that_default_type_is_ignored(default, settings(folders["llama"], quantization="int8"))
+def test_default_dtype_of_the_caller_does_not_change_int8_tokens_on_every_cpu(default, int8_cpu, folders):
+    check_default_dtype_is_ignored(default, settings(folders["llama"], quantization="int8"))
 
 
-def check_that_default_type_is_ignored(default: torch.dtype, config: EngineConfig) -> None:
+def check_default_dtype_is_ignored(default: torch.dtype, config: EngineConfig) -> None:
     expected = run_prompts(config)
     torch.set_default_dtype(default)
     try:

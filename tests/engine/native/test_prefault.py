@@ -12,8 +12,8 @@ import torch
 
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.native import library
+from minivllm.core.native.memory import available_bytes
 from minivllm.core.native.prefault import Prefaulter
-from minivllm.core.worker import memory_profiling as memory
 
 SPEC = KVCacheSpec(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
 BLOCK_BYTES = SPEC.block_bytes
@@ -31,9 +31,9 @@ def pool_of(mebibytes: int) -> KVCachePool:
 
 
 def started(pool: KVCachePool) -> Prefaulter:
-    toucher = Prefaulter.start(pool)
-    assert toucher is not None
-    return toucher
+    prefaulter = Prefaulter.start(pool)
+    assert prefaulter is not None
+    return prefaulter
 
 
 def resident_share(tensor: torch.Tensor) -> float:
@@ -58,11 +58,11 @@ def test_all_pages_of_the_pool_become_resident() -> None:
     assert resident_share(pool.tensor) == 1.0
 
 
-def test_values_written_during_touching_are_kept() -> None:
+def test_values_written_during_prefaulting_are_kept() -> None:
     pool = pool_of(256)
-    toucher = started(pool)
+    prefaulter = started(pool)
     rounds = 0
-    while not toucher.is_done() or rounds == 0:
+    while not prefaulter.is_done() or rounds == 0:
         value = float(rounds % 100)
         pool.tensor[:, :, :, 0, 0, :8] = value
         assert bool((pool.tensor[:, :, :, 0, 0, :8] == value).all())
@@ -75,25 +75,25 @@ def test_values_written_during_touching_are_kept() -> None:
 def test_deleting_the_pool_stops_the_thread() -> None:
     threads = num_threads()
     pool = pool_of(2048)
-    toucher = started(pool)
+    prefaulter = started(pool)
     assert num_threads() == threads + 1
     begun = time.monotonic()
     del pool
     assert time.monotonic() - begun < 5.0
-    assert toucher.is_done()
+    assert prefaulter.is_done()
     assert num_threads() == threads
 
 
-def test_missing_library_disables_page_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_disables_prefaulting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.core.native.prefault.library", lambda: None)
     assert Prefaulter.start(pool_of(1)) is None
 
 
-def test_pool_close_to_the_available_memory_disables_page_touching(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_pool_close_to_the_available_memory_disables_prefaulting(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     pool = pool_of(64)
     monkeypatch.setattr("minivllm.core.native.prefault.available_bytes", lambda: 70 * 2**20)
     assert Prefaulter.start(pool) is None
-    assert "it gets them as it needs them" in caplog.text
+    assert "is not prefaulted" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_available_memory_respects_the_cgroup_limit(line, folder, names, unlimit
         return files[str(path)]
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert memory.available_bytes() == 800_000
+    assert available_bytes() == 800_000
     files[f"{folder}/{limit}"] = unlimited
-    assert memory.available_bytes() == 3_072_000
+    assert available_bytes() == 3_072_000
     del files["/proc/meminfo"]
-    assert memory.available_bytes() is None
+    assert available_bytes() is None

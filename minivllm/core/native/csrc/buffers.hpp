@@ -1,4 +1,4 @@
-// Memory aligned to lines of the cache.
+// Uninitialized arrays aligned to cache lines (64 bytes).
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace minivllm {
 
-struct AlignedDelete {
+struct FreeDeleter {
     void operator()(void* memory) const { std::free(memory); }
 };
 template <typename Element>
-using Buffer = std::unique_ptr<Element[], AlignedDelete>;
+using Buffer = std::unique_ptr<Element[], FreeDeleter>;
 
 template <typename Element>
 Buffer<Element> make_buffer(size_t count) {

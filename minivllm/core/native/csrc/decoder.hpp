@@ -1,6 +1,6 @@
-// The whole decoder of a Llama-like model in one call: embedding, layers, final norm. One team of threads goes through
-// all of it, and takes pieces of each stage as they come (`stage.hpp`), so that a core that something else disturbs does
-// less instead of holding up the other. Activations are float32 between the products.
+// Forward pass of a Llama-like decoder in one call: embedding, layers, final norm. It runs in one OpenMP parallel
+// region; each operator is a parallel loop with its own barrier (`barrier.hpp`). Activations between the operators are
+// float32.
 #pragma once
 
 #include <omp.h>
@@ -14,127 +14,136 @@
 
 namespace minivllm {
 
+// Weights and KV cache of one decoder layer. Names as in transformers.
 struct Layer {
-    Linear query_key_value, output, gate_up, down;
-    const float* input_norm;       // (hidden)
-    const float* attention_norm;   // (hidden), before the feed-forward part
-    const float* query_norm;       // (head_size) or null
-    const float* key_norm;
+    PackedLinear qkv_proj, o_proj, gate_up_proj, down_proj;  // gate_up_proj: 16 gate and 16 up columns per panel
+    const float* input_layernorm;           // (hidden)
+    const float* post_attention_layernorm;  // (hidden)
+    const float* q_norm;                    // (head_size) or null
+    const float* k_norm;
     void* key_cache;
     void* value_cache;
-    int64_t window;                // 0: none
+    int64_t window;                         // 0: no sliding window
 };
 
 struct Decoder {
     const Layer* layers;
-    const void* embedding;         // (vocabulary, hidden) bfloat16 or float32
-    const float* final_norm;       // (hidden)
-    const float* cosines;          // (positions, rotary_size / 2)
-    const float* sines;
+    const void* embedding;    // (vocabulary, hidden) bfloat16 or float32
+    const float* final_norm;  // (hidden)
+    const float* rope_cos;    // (positions, rotary_size / 2)
+    const float* rope_sin;
     int64_t num_layers, hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size, rotary_size;
-    int64_t block_stride, head_stride, block_size;
+    int64_t block_stride, head_stride, block_size;  // of the KV cache, in elements
     int32_t cache_is_float32, embedding_is_float32;
     float epsilon, scale;
 };
 
-// Memory of a step, kept from step to step.
-struct Buffers {
-    Buffer<float> states, projected, attended, activated, scales, rows;
-    Buffer<uint32_t> words;
+// Activations of a step of up to `capacity` tokens, reused by later steps.
+struct DecoderBuffers {
+    Buffer<float> hidden_states;     // (capacity, hidden): the residual stream
+    Buffer<float> qkv;               // (capacity, qkv_stride)
+    Buffer<float> attention_output;  // (capacity, query heads * head_size)
+    Buffer<float> intermediate;      // (capacity, intermediate_size)
+    Buffer<uint32_t> words;          // (capacity + AMX_MICRO_ROWS, word_stride): packed input of the running GEMM
+    Buffer<float> scales;            // (capacity, scale_stride), likewise
+    Buffer<float> normalized;        // (threads, word_stride)
     int64_t capacity = 0;
-    int64_t projected_stride = 0, word_stride = 0, scale_stride = 0;
-    float* row_of(int thread) { return rows.get() + thread * word_stride; }
+    int64_t qkv_stride = 0, word_stride = 0, scale_stride = 0;
+    float* normalized_row(int thread) { return normalized.get() + thread * word_stride; }
     void reserve(const Decoder& decoder, int64_t tokens, int threads) {
         if (tokens <= capacity) return;
         capacity = std::max<int64_t>(tokens, std::min<int64_t>(2 * capacity, 1024));
         const int64_t query_size = decoder.num_query_heads * decoder.head_size;
-        projected_stride = query_size + 2 * decoder.num_kv_heads * decoder.head_size;
-        // One line more than a power of two would be: rows of equal remainder fight for the same lines of the cache.
+        qkv_stride = query_size + 2 * decoder.num_kv_heads * decoder.head_size;
+        // One cache line more than a power of two, so that rows do not map to the same cache sets.
         word_stride = std::max({decoder.hidden_size, decoder.intermediate_size, query_size}) + LANES;
-        scale_stride = word_stride / (2 * LANES) + 1;  // stretches are no shorter
-        states = make_buffer<float>(capacity * decoder.hidden_size);
-        projected = make_buffer<float>(capacity * projected_stride);
-        attended = make_buffer<float>(capacity * query_size);
-        activated = make_buffer<float>(capacity * decoder.intermediate_size);
+        scale_stride = word_stride / (2 * LANES) + 1;  // segments are at least 2 * LANES long
+        hidden_states = make_buffer<float>(capacity * decoder.hidden_size);
+        qkv = make_buffer<float>(capacity * qkv_stride);
+        attention_output = make_buffer<float>(capacity * query_size);
+        intermediate = make_buffer<float>(capacity * decoder.intermediate_size);
         scales = make_buffer<float>(capacity * scale_stride);
-        words = make_buffer<uint32_t>((capacity + TILE_BLOCK_ROWS) * word_stride);
-        rows = make_buffer<float>(threads * word_stride);
+        words = make_buffer<uint32_t>((capacity + AMX_MICRO_ROWS) * word_stride);
+        normalized = make_buffer<float>(threads * word_stride);
     }
 };
 
-inline void normalize(const float* source, const float* weight, int64_t size, float epsilon, float* target) {
-    f32x16 squares = {};
+// target = source / sqrt(mean(source^2) + epsilon) * weight.
+inline void rms_norm(const float* source, const float* weight, int64_t size, float epsilon, float* target) {
+    f32x16 square_lanes = {};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         const f32x16 x = load<f32x16>(source + i);
-        squares += x * x;
+        square_lanes += x * x;
     }
-    float square = sum(squares);
-    for (; i < size; ++i) square += source[i] * source[i];
-    const float factor = 1.0f / std::sqrt(square / (float)size + epsilon);
+    float sum_squares = reduce_sum(square_lanes);
+    for (; i < size; ++i) sum_squares += source[i] * source[i];
+    const float factor = 1.0f / std::sqrt(sum_squares / (float)size + epsilon);
     for (i = 0; i + LANES <= size; i += LANES)
         store(target + i, load<f32x16>(source + i) * splat(factor) * load<f32x16>(weight + i));
     for (; i < size; ++i) target[i] = source[i] * factor * weight[i];
 }
 
-// Turns the pairs (i, i + size / 2) of one head by the angles of its position.
-inline void rotate(float* head, const float* cosines, const float* sines, int64_t size) {
+// Rotates the pairs (i, i + size / 2) of one head by the angles of its position (RoPE, NeoX style).
+inline void apply_rope(float* head, const float* cos, const float* sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; ++i) {
         const float first = head[i], second = head[i + half];
-        head[i] = first * cosines[i] - second * sines[i];
-        head[i + half] = second * cosines[i] + first * sines[i];
+        head[i] = first * cos[i] - second * sin[i];
+        head[i + half] = second * cos[i] + first * sin[i];
     }
 }
 
-// One thread's way through the decoder.
-struct Worker {
+// The forward pass as one thread of the region runs it. All threads call the same operators in the same order.
+struct ForwardPass {
     const Decoder& decoder;
-    const Layout& layout;
-    const int64_t* input_ids;
-    const int64_t* positions;
-    const int64_t* slots;
-    int64_t num_tokens;
-    Buffers& buffers;
-    const std::map<std::pair<int, int>, Plan>& plans;
-    Partials& partials;
-    Scratch& scratch;
-    float* row_memory;              // of this thread
-    std::vector<Stage>& stages;     // reset
+    const AttentionMetadata& metadata;
+    const int64_t* input_ids;  // (T)
+    const int64_t* positions;  // (T)
+    DecoderBuffers& buffers;
+    const std::map<std::pair<int, int>, AttentionPlan>& plans;  // by window and number of query heads
+    SplitPartials& partials;
+    AttentionScratch& scratch;           // of this thread
+    float* normalized_row;               // of this thread
+    std::vector<LoopBarrier>& barriers;  // reset
     int num_threads;
-    int stage = 0;
+    int next_barrier = 0;
 
-    static constexpr int STAGES_PER_LAYER = 10, STAGES_AROUND = 2;
+    static constexpr int BARRIERS_PER_LAYER = 10, BARRIERS_AROUND_LAYERS = 2;
 
-    // Calls work(row) for all rows, shared between the threads.
-    template <typename Work>
-    void for_rows(Work work) {
-        const int64_t run = std::max<int64_t>(1, std::min<int64_t>(16, num_tokens / (2 * num_threads)));
-        share(stages[stage++], num_tokens, run, work);
+    // Calls body(token) for all tokens, shared with the other threads.
+    template <typename Body>
+    void for_each_token(Body body) {
+        const int64_t num_tokens = metadata.num_tokens;
+        const int64_t grain_size = std::max<int64_t>(1, std::min<int64_t>(16, num_tokens / (2 * num_threads)));
+        parallel_for(barriers[next_barrier++], num_tokens, grain_size, body);
     }
 
-    void pack(const Linear& linear, const float* source, int64_t stride, const float* norm) {
-        for_rows([&](int64_t row) {
-            const float* values = source + row * stride;
+    // Packs the input of a GEMM, after RMSNorm if `norm` is not null.
+    void pack_input(const PackedLinear& linear, const float* source, int64_t stride, const float* norm) {
+        for_each_token([&](int64_t token) {
+            const float* row = source + token * stride;
             if (norm != nullptr) {
-                normalize(values, norm, linear.depth, decoder.epsilon, row_memory);
-                values = row_memory;
+                rms_norm(row, norm, linear.depth, decoder.epsilon, normalized_row);
+                row = normalized_row;
             }
-            pack_row(linear.format, linear.largest_norm, values, linear.depth,
-                     buffers.words.get() + row * buffers.word_stride,
-                     buffers.scales.get() + row * buffers.scale_stride);
+            pack_row(linear.format, linear.max_norm, row, linear.depth,
+                     buffers.words.get() + token * buffers.word_stride,
+                     buffers.scales.get() + token * buffers.scale_stride);
         });
     }
 
-    void product(const Linear& linear, Target::Kind kind, float* out, int64_t stride, int64_t width) {
-        const Activations input{buffers.words.get(), buffers.word_stride, buffers.scales.get(), buffers.scale_stride};
-        multiply(linear, input, num_tokens, Target{kind, out, stride, width}, stages[stage++], num_threads);
+    void multiply(const PackedLinear& linear, Epilogue::Kind kind, float* out, int64_t width) {
+        const PackedActivations input{buffers.words.get(), buffers.word_stride, buffers.scales.get(),
+                                      buffers.scale_stride};
+        gemm(linear, input, metadata.num_tokens, Epilogue{kind, out, width, width}, barriers[next_barrier++],
+             num_threads);
     }
 
     void embed() {
-        for_rows([&](int64_t row) {
-            const int64_t first = input_ids[row] * decoder.hidden_size;
-            float* target = buffers.states.get() + row * decoder.hidden_size;
+        for_each_token([&](int64_t token) {
+            const int64_t first = input_ids[token] * decoder.hidden_size;
+            float* target = buffers.hidden_states.get() + token * decoder.hidden_size;
             for (int64_t i = 0; i < decoder.hidden_size; ++i)
                 target[i] = decoder.embedding_is_float32
                                 ? ((const float*)decoder.embedding)[first + i]
@@ -147,63 +156,66 @@ struct Worker {
                 decoder.head_stride, (int)decoder.block_size, (int)decoder.head_size};
     }
 
-    // Rotates queries and keys, writes keys and values.
+    // Applies the head norms and RoPE to queries and keys in place, and writes K and V to the cache.
     template <typename Cache>
-    void place(const Layer& layer) {
+    void rotate_and_write_kv(const Layer& layer) {
         const CacheView cache = cache_of(layer);
         const int64_t size = decoder.head_size, heads = decoder.num_query_heads, kv_heads = decoder.num_kv_heads;
-        for_rows([&](int64_t row) {
-            float* head = buffers.projected.get() + row * buffers.projected_stride;
-            const int64_t angle = positions[row] * (decoder.rotary_size / 2);
+        for_each_token([&](int64_t token) {
+            float* head = buffers.qkv.get() + token * buffers.qkv_stride;
+            const int64_t rope_row = positions[token] * (decoder.rotary_size / 2);
             for (int64_t i = 0; i < heads + kv_heads; ++i) {
-                const float* norm = i < heads ? layer.query_norm : layer.key_norm;
-                if (norm != nullptr) normalize(head + i * size, norm, size, decoder.epsilon, head + i * size);
-                rotate(head + i * size, decoder.cosines + angle, decoder.sines + angle, decoder.rotary_size);
+                const float* norm = i < heads ? layer.q_norm : layer.k_norm;
+                if (norm != nullptr) rms_norm(head + i * size, norm, size, decoder.epsilon, head + i * size);
+                apply_rope(head + i * size, decoder.rope_cos + rope_row, decoder.rope_sin + rope_row,
+                           decoder.rotary_size);
             }
             const float* key = head + heads * size;
             const float* value = key + kv_heads * size;
             for (int64_t i = 0; i < kv_heads; ++i)
-                write_token<Cache>(cache, slots[row], (int)i, key + i * size, value + i * size, true);
+                write_kv<Cache>(cache, metadata.slot_mapping[token], (int)i, key + i * size, value + i * size, true);
         });
     }
 
     template <typename Cache>
     void attend(const Layer& layer, int64_t index) {
-        const Heads heads{(int)decoder.num_query_heads, (int)decoder.num_kv_heads, decoder.scale, 0.0f,
-                          (int)layer.window};
+        const AttentionParams params{(int)decoder.num_query_heads, (int)decoder.num_kv_heads, decoder.scale, 0.0f,
+                                     (int)layer.window};
         const CacheView cache = cache_of(layer);
-        const Queries queries{buffers.projected.get(), buffers.projected_stride, decoder.head_size,
-                              buffers.attended.get(), true};
-        const Plan& plan = plans.at({heads.window, heads.num_query_heads});
-        Attention<Cache> attention{layout, heads, cache, queries, plan, partials, partials.counts(index), scratch};
-        attention.run_all(stages[stage++]);
+        const QueryView queries{buffers.qkv.get(), buffers.qkv_stride, decoder.head_size,
+                                buffers.attention_output.get(), true};
+        const AttentionPlan& plan = plans.at({params.window, params.num_query_heads});
+        Attention<Cache> attention{metadata, params, cache, queries, plan, partials, partials.counters_of(index),
+                                   scratch};
+        attention.run_all(barriers[next_barrier++]);
     }
 
     template <typename Cache>
     void run_layer(const Layer& layer, int64_t index) {
         const int64_t hidden = decoder.hidden_size, query_size = decoder.num_query_heads * decoder.head_size;
-        float* states = buffers.states.get();
-        pack(layer.query_key_value, states, hidden, layer.input_norm);
-        product(layer.query_key_value, Target::Store, buffers.projected.get(), buffers.projected_stride,
-                buffers.projected_stride);
-        place<Cache>(layer);
+        float* hidden_states = buffers.hidden_states.get();
+        float* attention_output = buffers.attention_output.get();
+        float* intermediate = buffers.intermediate.get();
+        pack_input(layer.qkv_proj, hidden_states, hidden, layer.input_layernorm);
+        multiply(layer.qkv_proj, Epilogue::Store, buffers.qkv.get(), buffers.qkv_stride);
+        rotate_and_write_kv<Cache>(layer);
         attend<Cache>(layer, index);
-        pack(layer.output, buffers.attended.get(), query_size, nullptr);
-        product(layer.output, Target::Add, states, hidden, hidden);
-        pack(layer.gate_up, states, hidden, layer.attention_norm);
-        product(layer.gate_up, Target::Gate, buffers.activated.get(), decoder.intermediate_size,
-                decoder.intermediate_size);
-        pack(layer.down, buffers.activated.get(), decoder.intermediate_size, nullptr);
-        product(layer.down, Target::Add, states, hidden, hidden);
+        pack_input(layer.o_proj, attention_output, query_size, nullptr);
+        multiply(layer.o_proj, Epilogue::AddResidual, hidden_states, hidden);
+        pack_input(layer.gate_up_proj, hidden_states, hidden, layer.post_attention_layernorm);
+        multiply(layer.gate_up_proj, Epilogue::SiluMul, intermediate, decoder.intermediate_size);
+        pack_input(layer.down_proj, intermediate, decoder.intermediate_size, nullptr);
+        multiply(layer.down_proj, Epilogue::AddResidual, hidden_states, hidden);
     }
 
+    // output (T, hidden): the hidden states after the final norm.
     template <typename Cache>
-    void run(float* out) {
+    void run(float* output) {
         embed();
         for (int64_t i = 0; i < decoder.num_layers; ++i) run_layer<Cache>(decoder.layers[i], i);
-        for_rows([&](int64_t row) {
-            normalize(buffers.states.get() + row * decoder.hidden_size, decoder.final_norm, decoder.hidden_size,
-                      decoder.epsilon, out + row * decoder.hidden_size);
+        for_each_token([&](int64_t token) {
+            rms_norm(buffers.hidden_states.get() + token * decoder.hidden_size, decoder.final_norm,
+                     decoder.hidden_size, decoder.epsilon, output + token * decoder.hidden_size);
         });
     }
 };

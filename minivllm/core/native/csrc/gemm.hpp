@@ -1,29 +1,29 @@
-// Products of activations with packed weights: out (M, N) = a (M, K) . w (N, K)^T. See `gemm_packing.hpp`.
+// GEMM with packed weights (`gemm_packing.hpp`) and a fused epilogue: out (M, N) = epilogue(a (M, K) . w (N, K)^T).
 #pragma once
 
+#include "barrier.hpp"
 #include "gemm_packing.hpp"
-#include "stage.hpp"
 
 namespace minivllm {
 
-// Packed activations of M rows. Behind them TILE_BLOCK_ROWS more can be read, whatever stands there.
-struct Activations {
+// Packed activations of M rows. The memory extends AMX_MICRO_ROWS rows further, since AMX tiles are loaded in full.
+struct PackedActivations {
     const uint32_t* words;
-    ptrdiff_t stride;      // words from row to row
-    const float* scales;   // (M, scale_stride), by row and stretch
+    ptrdiff_t stride;      // words per row
+    const float* scales;   // (M, scale_stride): one per row and segment
     ptrdiff_t scale_stride;
 };
 
-// ---- one block of rows times one panel -------------------------------------------------------------------------
+// ---- micro-kernels: a few rows times one panel -----------------------------------------------------------------
 
-// What is to be brought into the cache meanwhile: `lines` of 64 bytes at every step.
-struct Fetch {
+// Prefetch during a micro-kernel: `lines` cache lines per word of K, from `address` on.
+struct Prefetch {
     const char* address;
     int lines;
 };
 
-// Addresses of ROWS rows by few registers: three rows hang on one pointer. Left to itself the compiler keeps a pointer
-// for each row, runs out of registers and moves them to and fro in the innermost loop.
+// Addresses ROWS rows with one pointer per three rows. The compiler would use one pointer per row, run out of registers
+// and spill in the innermost loop.
 template <int ROWS>
 struct RowPointers {
     const uint32_t *rows_0, *rows_3, *rows_6, *rows_9;
@@ -37,26 +37,26 @@ struct RowPointers {
     }
     MINIVLLM_INLINE void advance(int words) {
         rows_0 += words, rows_3 += words, rows_6 += words, rows_9 += words;
-        asm("" : "+r"(rows_0));  // hides that they belong together
+        asm("" : "+r"(rows_0));  // hides the relation between the pointers
         if (ROWS > 3) asm("" : "+r"(rows_3));
         if (ROWS > 6) asm("" : "+r"(rows_6));
         if (ROWS > 9) asm("" : "+r"(rows_9));
     }
 };
 
-// The k-th number in the word of each column: of 4 bytes, or of 2 bfloat16.
-template <bool BYTES>
+// Returns the k-th weight in the word of each column, as float32: of 4 int8, or of 2 bfloat16.
+template <bool IS_INT8>
 MINIVLLM_INLINE RegisterFloats weight_of(RegisterWords words, int k) {
-    if (BYTES) return __builtin_convertvector((RegisterInts)(words << (24 - 8 * k)) >> 24, RegisterFloats);
+    if (IS_INT8) return __builtin_convertvector((RegisterInts)(words << (24 - 8 * k)) >> 24, RegisterFloats);
     return (RegisterFloats)(k == 0 ? words << 16 : words & 0xffff0000u);
 }
 
-// tile = the products of ROWS rows with a panel, two registers of columns at a time.
-template <bool BYTES, int ROWS>
-inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
-                                                     int64_t depth, Fetch fetch, float* tile) {
-    constexpr int STEP = BYTES ? 4 : 2;
-    for (int column = 0; column < PANEL; column += 2 * REGISTER_LANES) {
+// c_block (ROWS, PANEL_WIDTH) = products of ROWS rows with a panel, for two registers of columns at a time.
+template <bool IS_INT8, int ROWS>
+inline __attribute__((noinline)) void microkernel_float(const uint32_t* words, ptrdiff_t stride, const char* panel,
+                                                        int64_t depth, Prefetch prefetch, float* c_block) {
+    constexpr int STEP = IS_INT8 ? 4 : 2;
+    for (int column = 0; column < PANEL_WIDTH; column += 2 * REGISTER_LANES) {
         RegisterFloats sums[ROWS][2] = {};
         RowPointers<ROWS> rows(words, stride);
         const char* source = panel + column * 4;
@@ -64,12 +64,13 @@ inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrd
             const RegisterWords left = load<RegisterWords>(source);
             const RegisterWords right = load<RegisterWords>(source + REGISTER_LANES * 4);
             source += 128;
-            if (fetch.lines > 0) prefetch_far(fetch.address);
-            if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-            fetch.address += 64 * fetch.lines;
+            if (prefetch.lines > 0) prefetch_l2(prefetch.address);
+            if (prefetch.lines > 1) prefetch_l2(prefetch.address + 64);
+            prefetch.address += 64 * prefetch.lines;
 #pragma GCC unroll 4
             for (int k = 0; k < STEP; ++k) {
-                const RegisterFloats left_weight = weight_of<BYTES>(left, k), right_weight = weight_of<BYTES>(right, k);
+                const RegisterFloats left_weight = weight_of<IS_INT8>(left, k);
+                const RegisterFloats right_weight = weight_of<IS_INT8>(right, k);
 #pragma GCC unroll 12
                 for (int row = 0; row < ROWS; ++row) {
                     const RegisterFloats activation = (RegisterFloats)splat_register(rows.word(row, k));
@@ -81,46 +82,47 @@ inline __attribute__((noinline)) void multiply_float(const uint32_t* words, ptrd
         }
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            store(tile + row * PANEL + column, sums[row][0]);
-            store(tile + row * PANEL + column + REGISTER_LANES, sums[row][1]);
+            store(c_block + row * PANEL_WIDTH + column, sums[row][0]);
+            store(c_block + row * PANEL_WIDTH + column + REGISTER_LANES, sums[row][1]);
         }
-        fetch.lines = 0;
+        prefetch.lines = 0;
     }
 }
 
 #if defined(__AVX512VNNI__)
-template <bool BYTES>
+template <bool IS_INT8>
 MINIVLLM_INLINE __m512i dot(__m512i sums, __m512i activations, __m512i weights) {
-    return BYTES ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
+    return IS_INT8 ? _mm512_dpbusd_epi32(sums, activations, weights) : _mm512_dpwssd_epi32(sums, activations, weights);
 }
 
-// tile (+)= sums of one stretch, from `initial` (PANEL) on, times the scales of the rows, `scale_stride` apart.
-template <bool BYTES, int ROWS>
-inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
-                                                       int64_t steps, Fetch fetch, const int32_t* initial,
-                                                       const float* scales, ptrdiff_t scale_stride, bool add,
-                                                       float* tile) {
+// c_block (ROWS, PANEL_WIDTH) = scales[row] * (compensation[column] + products of one segment of K), where `accumulate`
+// adds to c_block instead. Int16 has no compensation.
+template <bool IS_INT8, int ROWS>
+inline __attribute__((noinline)) void microkernel_integer(const uint32_t* words, ptrdiff_t stride, const char* panel,
+                                                          int64_t num_words, Prefetch prefetch,
+                                                          const int32_t* compensation, const float* scales,
+                                                          ptrdiff_t scale_stride, bool accumulate, float* c_block) {
     __m512i sums[ROWS][2];
-    const __m512i left_initial = BYTES ? _mm512_loadu_si512(initial) : _mm512_setzero_si512();
-    const __m512i right_initial = BYTES ? _mm512_loadu_si512(initial + LANES) : _mm512_setzero_si512();
+    const __m512i left_initial = IS_INT8 ? _mm512_loadu_si512(compensation) : _mm512_setzero_si512();
+    const __m512i right_initial = IS_INT8 ? _mm512_loadu_si512(compensation + LANES) : _mm512_setzero_si512();
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) sums[row][0] = left_initial, sums[row][1] = right_initial;
     RowPointers<ROWS> rows(words, stride);
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t word = 0; word < num_words; ++word) {
         const __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 64);
         panel += 128;
-        if (fetch.lines > 0) prefetch_far(fetch.address);
-        if (fetch.lines > 1) prefetch_far(fetch.address + 64);
-        fetch.address += 64 * fetch.lines;
+        if (prefetch.lines > 0) prefetch_l2(prefetch.address);
+        if (prefetch.lines > 1) prefetch_l2(prefetch.address + 64);
+        prefetch.address += 64 * prefetch.lines;
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
             const __m512i activations = (__m512i)splat_word(rows.word(row, 0));
-            sums[row][0] = dot<BYTES>(sums[row][0], activations, left);
-            sums[row][1] = dot<BYTES>(sums[row][1], activations, right);
+            sums[row][0] = dot<IS_INT8>(sums[row][0], activations, left);
+            sums[row][1] = dot<IS_INT8>(sums[row][1], activations, right);
         }
         rows.advance(1);
     }
-    // Without this the compiler mixes what follows into the loop and runs out of registers there.
+    // Keeps the compiler from moving the code below into the loop, where it would run out of registers.
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) asm volatile("" : "+v"(sums[row][0]), "+v"(sums[row][1]));
 #pragma GCC unroll 12
@@ -128,228 +130,236 @@ inline __attribute__((noinline)) void multiply_integer(const uint32_t* words, pt
         const f32x16 scale = splat(scales[row * scale_stride]);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
-            float* target = tile + row * PANEL + half * LANES;
-            const f32x16 before = add ? load<f32x16>(target) : f32x16{};
-            store(target, before + (f32x16)_mm512_cvtepi32_ps(sums[row][half]) * scale);
+            float* target = c_block + row * PANEL_WIDTH + half * LANES;
+            const f32x16 previous = accumulate ? load<f32x16>(target) : f32x16{};
+            store(target, previous + (f32x16)_mm512_cvtepi32_ps(sums[row][half]) * scale);
         }
     }
 }
 #endif
 
-#if defined(MINIVLLM_TILES)
-// sums (16 or 32 rows, PANEL), of 4 bytes each = `steps` words of K, by the matrix unit. Tiles 0 to 3 hold the sums, 4 and
-// 5 activations, 6 and 7 weights. Rows are read up to the 16th or 32nd, whatever stands there.
-template <bool BYTES, bool TWO>
-inline void multiply_tiles(const uint32_t* words, ptrdiff_t stride, const char* panel, int64_t steps, Fetch& fetch,
-                           void* sums) {
+#if defined(MINIVLLM_AMX)
+// sums (16, or 32 if TWO_TILES, PANEL_WIDTH), float32 or int32 = products over `num_words` words of K. Tiles 0 to 3 are
+// sums, 4 and 5 activations, 6 and 7 weights. Always reads 16 or 32 rows of activations.
+template <bool IS_INT8, bool TWO_TILES>
+inline void microkernel_amx(const uint32_t* words, ptrdiff_t stride, const char* panel, int64_t num_words,
+                            Prefetch& prefetch, void* sums) {
     const auto multiply = [](auto target, auto a, auto b) {
-        if (BYTES)
-            tile_multiply_bytes<target.value, a.value, b.value>();
+        if (IS_INT8)
+            tile_dot_u8s8<target.value, a.value, b.value>();
         else
-            tile_multiply_bfloat16<target.value, a.value, b.value>();
+            tile_dot_bfloat16<target.value, a.value, b.value>();
     };
     tile_zero<0>(), tile_zero<1>();
-    if (TWO) tile_zero<2>(), tile_zero<3>();
-    for (int64_t step = 0; step < steps; step += TILE_WORDS) {
-        for (int line = 0; line < TILE_WORDS * fetch.lines; ++line) prefetch_far(fetch.address + 64 * line);
-        fetch.address += 64 * TILE_WORDS * fetch.lines;
-        tile_load<4>(words + step, stride * 4);
-        tile_load<6>(panel + step * 128, 128);
-        tile_load<7>(panel + step * 128 + 64, 128);
-        multiply(Number<0>{}, Number<4>{}, Number<6>{});
-        multiply(Number<1>{}, Number<4>{}, Number<7>{});
-        if (TWO) {
-            tile_load<5>(words + TILE_ROWS * stride + step, stride * 4);
-            multiply(Number<2>{}, Number<5>{}, Number<6>{});
-            multiply(Number<3>{}, Number<5>{}, Number<7>{});
+    if (TWO_TILES) tile_zero<2>(), tile_zero<3>();
+    for (int64_t word = 0; word < num_words; word += TILE_WORDS) {
+        for (int line = 0; line < TILE_WORDS * prefetch.lines; ++line) prefetch_l2(prefetch.address + 64 * line);
+        prefetch.address += 64 * TILE_WORDS * prefetch.lines;
+        tile_load<4>(words + word, stride * 4);
+        tile_load<6>(panel + word * 128, 128);
+        tile_load<7>(panel + word * 128 + 64, 128);
+        multiply(TileIndex<0>{}, TileIndex<4>{}, TileIndex<6>{});
+        multiply(TileIndex<1>{}, TileIndex<4>{}, TileIndex<7>{});
+        if (TWO_TILES) {
+            tile_load<5>(words + TILE_ROWS * stride + word, stride * 4);
+            multiply(TileIndex<2>{}, TileIndex<5>{}, TileIndex<6>{});
+            multiply(TileIndex<3>{}, TileIndex<5>{}, TileIndex<7>{});
         }
     }
-    tile_store<0>(sums, PANEL * 4);
-    tile_store<1>((char*)sums + LANES * 4, PANEL * 4);
-    if (TWO) {
-        char* below = (char*)sums + TILE_ROWS * PANEL * 4;
-        tile_store<2>(below, PANEL * 4);
-        tile_store<3>(below + LANES * 4, PANEL * 4);
+    tile_store<0>(sums, PANEL_WIDTH * 4);
+    tile_store<1>((char*)sums + LANES * 4, PANEL_WIDTH * 4);
+    if (TWO_TILES) {
+        char* below = (char*)sums + TILE_ROWS * PANEL_WIDTH * 4;
+        tile_store<2>(below, PANEL_WIDTH * 4);
+        tile_store<3>(below + LANES * 4, PANEL_WIDTH * 4);
     }
 }
 
-template <bool TWO>
-inline void multiply_block_by_tiles(int rows, const Linear& linear, const Activations& input, int64_t first,
-                                    int64_t panel, Fetch fetch, float* tile) {
+// c_block (rows, PANEL_WIDTH) = rows `first` .. of the activations times one panel.
+template <bool TWO_TILES>
+inline void multiply_block_amx(int rows, const PackedLinear& linear, const PackedActivations& input, int64_t first,
+                               int64_t panel, Prefetch prefetch, float* c_block) {
     const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
     const uint32_t* words = input.words + first * input.stride;
-    const int64_t steps = words_of(linear.format, linear.depth);
-    if (linear.format == Format::BFloat16) {
-        multiply_tiles<false, TWO>(words, input.stride, data, steps, fetch, tile);
+    if (linear.format == NumberFormat::BFloat16) {
+        const int64_t words_per_row = num_words(linear.format, linear.depth);
+        microkernel_amx<false, TWO_TILES>(words, input.stride, data, words_per_row, prefetch, c_block);
         return;
     }
-    alignas(64) int32_t sums[TILE_BLOCK_ROWS * PANEL];
-    const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
-    const int64_t stretches = stretches_of(linear.format, linear.depth);
-    for (int64_t stretch = 0; stretch < stretches; ++stretch) {
-        const int64_t step = stretch * length;
-        multiply_tiles<true, TWO>(words + step, input.stride, data + step * 128, length, fetch, sums);
-        const int32_t* offset = linear.column_offset + (panel * stretches + stretch) * PANEL;
-        const i32x16 left = load<i32x16>(offset), right = load<i32x16>(offset + LANES);
+    alignas(64) int32_t sums[AMX_MICRO_ROWS * PANEL_WIDTH];
+    const int64_t length = num_words(linear.format, segment_length(linear.format, linear.depth));
+    const int64_t segments = num_segments(linear.format, linear.depth);
+    for (int64_t segment = 0; segment < segments; ++segment) {
+        const int64_t word = segment * length;
+        microkernel_amx<true, TWO_TILES>(words + word, input.stride, data + word * 128, length, prefetch, sums);
+        const int32_t* compensation = linear.compensation + (panel * segments + segment) * PANEL_WIDTH;
+        const i32x16 left = load<i32x16>(compensation), right = load<i32x16>(compensation + LANES);
         for (int row = 0; row < rows; ++row) {
-            const f32x16 scale = splat(input.scales[(first + row) * input.scale_stride + stretch]);
-            float* target = tile + row * PANEL;
-            const int32_t* own = sums + row * PANEL;
+            const f32x16 scale = splat(input.scales[(first + row) * input.scale_stride + segment]);
+            float* target = c_block + row * PANEL_WIDTH;
             for (int half = 0; half < 2; ++half) {
-                const i32x16 whole = load<i32x16>(own + half * LANES) + (half == 0 ? left : right);
-                const f32x16 before = stretch > 0 ? load<f32x16>(target + half * LANES) : f32x16{};
-                store(target + half * LANES, before + __builtin_convertvector(whole, f32x16) * scale);
+                const i32x16 sum = load<i32x16>(sums + row * PANEL_WIDTH + half * LANES) + (half == 0 ? left : right);
+                const f32x16 previous = segment > 0 ? load<f32x16>(target + half * LANES) : f32x16{};
+                store(target + half * LANES, previous + __builtin_convertvector(sum, f32x16) * scale);
             }
         }
     }
 }
 #endif
 
-// tile (rows, PANEL) float32 (+)= rows first.. of the activations times one slab of a panel.
+// c_block (ROWS, PANEL_WIDTH) = rows `first` .. of the activations times one depth block of a panel; blocks after the
+// first are added.
 template <int ROWS>
-inline void multiply_block(const Linear& linear, const Activations& input, int64_t first, int64_t panel, int64_t slab,
-                           Fetch fetch, float* tile) {
+inline void multiply_block(const PackedLinear& linear, const PackedActivations& input, int64_t first, int64_t panel,
+                           int64_t depth_block, Prefetch prefetch, float* c_block) {
     const char* data = (const char*)linear.data + panel * panel_bytes(linear.format, linear.depth);
     const uint32_t* words = input.words + first * input.stride;
-    if (takes_floats(linear.format)) {
-        const bool bytes = linear.format == Format::Int8;
-        const auto multiply_panel_words = bytes ? multiply_float<true, ROWS> : multiply_float<false, ROWS>;
-        multiply_panel_words(words, input.stride, data, linear.depth, fetch, tile);
+    if (has_float_activations(linear.format)) {
+        const auto microkernel =
+            linear.format == NumberFormat::Int8 ? microkernel_float<true, ROWS> : microkernel_float<false, ROWS>;
+        microkernel(words, input.stride, data, linear.depth, prefetch, c_block);
         return;
     }
 #if defined(__AVX512VNNI__)
-    const int64_t steps = words_of(linear.format, linear.depth);
-    const int64_t length = words_of(linear.format, stretch_length(linear.format, linear.depth));
-    const int64_t stretches = stretches_of(linear.format, linear.depth);
-    const int64_t slab_stretches = stretches_of_slab(linear.format, linear.depth);
-    const int64_t last = std::min(stretches, (slab + 1) * slab_stretches);
-    const auto multiply_stretch =
-        linear.format == Format::Int8 ? multiply_integer<true, ROWS> : multiply_integer<false, ROWS>;
-    for (int64_t stretch = slab * slab_stretches; stretch < last; ++stretch) {
-        const int64_t step = stretch * length, count = std::min(length, steps - step);
-        multiply_stretch(words + step, input.stride, data + step * 128, count, fetch,
-                         linear.column_offset + (panel * stretches + stretch) * PANEL,
-                         input.scales + first * input.scale_stride + stretch, input.scale_stride, stretch > 0, tile);
-        fetch.address += count * 64 * fetch.lines;
+    const int64_t words_per_row = num_words(linear.format, linear.depth);
+    const int64_t length = num_words(linear.format, segment_length(linear.format, linear.depth));
+    const int64_t segments = num_segments(linear.format, linear.depth);
+    const int64_t block_segments = segments_per_depth_block(linear.format, linear.depth);
+    const int64_t last = std::min(segments, (depth_block + 1) * block_segments);
+    const auto microkernel =
+        linear.format == NumberFormat::Int8 ? microkernel_integer<true, ROWS> : microkernel_integer<false, ROWS>;
+    for (int64_t segment = depth_block * block_segments; segment < last; ++segment) {
+        const int64_t word = segment * length, count = std::min(length, words_per_row - word);
+        microkernel(words + word, input.stride, data + word * 128, count, prefetch,
+                    linear.compensation + (panel * segments + segment) * PANEL_WIDTH,
+                    input.scales + first * input.scale_stride + segment, input.scale_stride, segment > 0, c_block);
+        prefetch.address += count * 64 * prefetch.lines;
     }
 #endif
 }
 
-inline void multiply_rows(int rows, const Linear& linear, const Activations& input, int64_t first, int64_t panel,
-                          int64_t slab, Fetch fetch, float* tile) {
+// `multiply_block` for `rows` <= MICRO_ROWS.
+inline void multiply_rows(int rows, const PackedLinear& linear, const PackedActivations& input, int64_t first,
+                          int64_t panel, int64_t depth_block, Prefetch prefetch, float* c_block) {
     switch (rows) {
 #define MINIVLLM_CASE(ROWS) \
-    case ROWS: return multiply_block<ROWS>(linear, input, first, panel, slab, fetch, tile);
+    case ROWS: return multiply_block<ROWS>(linear, input, first, panel, depth_block, prefetch, c_block);
         MINIVLLM_CASE(1) MINIVLLM_CASE(2) MINIVLLM_CASE(3) MINIVLLM_CASE(4) MINIVLLM_CASE(5) MINIVLLM_CASE(6)
         MINIVLLM_CASE(7) MINIVLLM_CASE(8) MINIVLLM_CASE(9) MINIVLLM_CASE(10) MINIVLLM_CASE(11)
 #undef MINIVLLM_CASE
-        default: return multiply_block<12>(linear, input, first, panel, slab, fetch, tile);
+        default: return multiply_block<12>(linear, input, first, panel, depth_block, prefetch, c_block);
     }
 }
 
-// ---- the whole product -----------------------------------------------------------------------------------------
+// ---- GEMM ------------------------------------------------------------------------------------------------------
 
-// Where results go. Store and Add: out (M, stride), `width` columns. Gate: a panel holds 16 gates and their 16 ups;
-// out = silu(gate) * up, half as wide.
-struct Target {
-    enum Kind { Store, Add, Gate } kind;
+// What is fused after the product. c includes the column scales and the bias; out (M, stride), `width` columns.
+//   Store       out = c
+//   AddResidual out += c
+//   SiluMul     out = silu(gate) * up: each panel of c is 16 gate columns and the 16 up columns that belong to them
+struct Epilogue {
+    enum Kind { Store, AddResidual, SiluMul } kind;
     float* out;
     ptrdiff_t stride;
     int64_t width;
 };
 
-// Columns of a tile are scaled and get their bias on the way.
-inline void deliver(const Linear& linear, const Target& target, const float* tile, int64_t rows, int64_t first,
-                    int64_t panel) {
-    const int64_t column = panel * PANEL;
-    const bool scaled = linear.format == Format::Int16 || linear.format == Format::Int8;
+// Scales the columns of c_block (rows, PANEL_WIDTH), adds the bias and applies the epilogue to rows `first` ..
+inline void apply_epilogue(const PackedLinear& linear, const Epilogue& epilogue, const float* c_block, int64_t rows,
+                           int64_t first, int64_t panel) {
+    const int64_t column = panel * PANEL_WIDTH;
+    const bool adds_residual = epilogue.kind == Epilogue::AddResidual;
+    const bool scaled = linear.format == NumberFormat::Int16 || linear.format == NumberFormat::Int8;
     f32x16 scales[2], biases[2];
     for (int half = 0; half < 2; ++half) {
         scales[half] = scaled ? load<f32x16>(linear.column_scale + column + half * LANES) : splat(1.0f);
         biases[half] = linear.bias != nullptr ? load<f32x16>(linear.bias + column + half * LANES) : f32x16{};
     }
-    const int64_t count = std::min<int64_t>(PANEL, target.width - column);
+    const int64_t count = std::min<int64_t>(PANEL_WIDTH, epilogue.width - column);
     for (int64_t row = 0; row < rows; ++row) {
-        float* out = target.out + (first + row) * target.stride;
+        float* out = epilogue.out + (first + row) * epilogue.stride;
         f32x16 values[2];
         for (int half = 0; half < 2; ++half)
-            values[half] = load<f32x16>(tile + row * PANEL + half * LANES) * scales[half] + biases[half];
-        if (target.kind == Target::Gate) {
+            values[half] = load<f32x16>(c_block + row * PANEL_WIDTH + half * LANES) * scales[half] + biases[half];
+        if (epilogue.kind == Epilogue::SiluMul) {
             store(out + panel * LANES, silu(values[0]) * values[1]);
-        } else if (count == PANEL) {
+        } else if (count == PANEL_WIDTH) {
             for (int half = 0; half < 2; ++half) {
-                float* place = out + column + half * LANES;
-                store(place, target.kind == Target::Add ? values[half] + load<f32x16>(place) : values[half]);
+                float* address = out + column + half * LANES;
+                store(address, adds_residual ? values[half] + load<f32x16>(address) : values[half]);
             }
         } else {
-            float row_values[PANEL];
+            float row_values[PANEL_WIDTH];
             store(row_values, values[0]);
             store(row_values + LANES, values[1]);
             for (int64_t i = 0; i < count; ++i)
-                out[column + i] = target.kind == Target::Add ? out[column + i] + row_values[i] : row_values[i];
+                out[column + i] = adds_residual ? out[column + i] + row_values[i] : row_values[i];
         }
     }
 }
 
-// As `multiply_panel`, in blocks of whole tiles.
-inline void multiply_panel_by_tiles(const Linear& linear, const Activations& input, int64_t first_row, int64_t last_row,
-                                    int64_t panel, const Target& target, float* tile) {
-#if defined(MINIVLLM_TILES)
+// `multiply_panel` with AMX.
+inline void multiply_panel_amx(const PackedLinear& linear, const PackedActivations& input, int64_t first_row,
+                               int64_t last_row, int64_t panel, const Epilogue& epilogue, float* c_block) {
+#if defined(MINIVLLM_AMX)
     const int64_t rows = last_row - first_row, bytes = panel_bytes(linear.format, linear.depth);
-    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL - 1) * bytes;
-    for (int64_t first = 0; first < rows; first += TILE_BLOCK_ROWS) {
-        const int count = (int)std::min<int64_t>(TILE_BLOCK_ROWS, rows - first);
-        const Fetch fetch{next, first == 0 ? 2 : 0};
+    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL_WIDTH - 1) * bytes;
+    for (int64_t first = 0; first < rows; first += AMX_MICRO_ROWS) {
+        const int count = (int)std::min<int64_t>(AMX_MICRO_ROWS, rows - first);
+        const Prefetch prefetch{next, first == 0 ? 2 : 0};
+        float* target = c_block + first * PANEL_WIDTH;
         if (count > TILE_ROWS)
-            multiply_block_by_tiles<true>(count, linear, input, first_row + first, panel, fetch, tile + first * PANEL);
+            multiply_block_amx<true>(count, linear, input, first_row + first, panel, prefetch, target);
         else
-            multiply_block_by_tiles<false>(count, linear, input, first_row + first, panel, fetch, tile + first * PANEL);
+            multiply_block_amx<false>(count, linear, input, first_row + first, panel, prefetch, target);
     }
-    deliver(linear, target, tile, rows, first_row, panel);
+    apply_epilogue(linear, epilogue, c_block, rows, first_row, panel);
 #endif
 }
 
-// One panel for the rows first_row .. last_row. Meanwhile the panel that comes next is brought into the cache.
-inline void multiply_panel(const Linear& linear, const Activations& input, int64_t first_row, int64_t last_row,
-                           int64_t panel, const Target& target, float* tile) {
-    const int64_t rows = last_row - first_row, blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+// Multiplies rows first_row .. last_row (one row block) with one panel; prefetches the next panel. c_block is scratch
+// of (ROW_BLOCK, PANEL_WIDTH).
+inline void multiply_panel(const PackedLinear& linear, const PackedActivations& input, int64_t first_row,
+                           int64_t last_row, int64_t panel, const Epilogue& epilogue, float* c_block) {
+    const int64_t rows = last_row - first_row, blocks = (rows + MICRO_ROWS - 1) / MICRO_ROWS;
     const int64_t bytes = panel_bytes(linear.format, linear.depth);
-    const int64_t slab_stretches = stretches_of_slab(linear.format, linear.depth);
-    const int64_t slabs = (stretches_of(linear.format, linear.depth) + slab_stretches - 1) / slab_stretches;
-    const int64_t slab_bytes = slab_stretches * stretch_length(linear.format, linear.depth) * PANEL *
-                               (linear.format == Format::Int8 ? 1 : 2);
-    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL - 1) * bytes;
-    for (int64_t slab = 0; slab < slabs; ++slab) {
+    const int64_t block_segments = segments_per_depth_block(linear.format, linear.depth);
+    const int64_t depth_blocks = (num_segments(linear.format, linear.depth) + block_segments - 1) / block_segments;
+    const int64_t block_bytes = block_segments * segment_length(linear.format, linear.depth) * PANEL_WIDTH *
+                               (linear.format == NumberFormat::Int8 ? 1 : 2);
+    const char* next = (const char*)linear.data + std::min(panel + 1, linear.columns / PANEL_WIDTH - 1) * bytes;
+    for (int64_t depth_block = 0; depth_block < depth_blocks; ++depth_block) {
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
-            Fetch fetch{next + slab * slab_bytes, blocks == 1 ? 2 : block < 2 ? 1 : 0};
-            if (block == 1) fetch.address += slab_bytes / 2;
-            multiply_rows((int)(last - first), linear, input, first_row + first, panel, slab, fetch,
-                          tile + first * PANEL);
+            Prefetch prefetch{next + depth_block * block_bytes, blocks == 1 ? 2 : block < 2 ? 1 : 0};
+            if (block == 1) prefetch.address += block_bytes / 2;
+            multiply_rows((int)(last - first), linear, input, first_row + first, panel, depth_block, prefetch,
+                          c_block + first * PANEL_WIDTH);
         }
     }
-    deliver(linear, target, tile, rows, first_row, panel);
+    apply_epilogue(linear, epilogue, c_block, rows, first_row, panel);
 }
 
-// out = activations times the matrix. Pieces are a group of rows and a run of panels.
-inline void multiply(const Linear& linear, const Activations& input, int64_t rows, const Target& target, Stage& stage,
-                     int num_threads) {
+// The GEMM of all threads that call this: they claim pairs of a row block and a range of panels.
+inline void gemm(const PackedLinear& linear, const PackedActivations& input, int64_t rows, const Epilogue& epilogue,
+                 LoopBarrier& barrier, int num_threads) {
     if (rows == 0) return;
-    alignas(64) float tile[GROUP_ROWS * PANEL];
-    const bool by_tiles = uses_tiles(linear.format, linear.depth);
-    const int64_t panels = linear.columns / PANEL;
-    const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
-    // Groups begin where blocks of tiles do.
-    const int64_t unit = by_tiles ? TILE_BLOCK_ROWS : 1, units = (rows + unit - 1) / unit;
-    const auto first_of = [&](int64_t group) { return std::min(rows, units * group / groups * unit); };
-    // Enough pieces that no thread waits long for the last one.
-    const int64_t runs = std::max<int64_t>(1, std::min(panels, (6 * num_threads + groups - 1) / groups));
-    share(stage, runs * groups, 1, [&](int64_t piece) {
-        const int64_t run = piece / groups, group = piece % groups;
-        const int64_t last_panel = panels * (run + 1) / runs;
-        const auto multiply_one = by_tiles ? multiply_panel_by_tiles : multiply_panel;
-        for (int64_t panel = panels * run / runs; panel < last_panel; ++panel)
-            multiply_one(linear, input, first_of(group), first_of(group + 1), panel, target, tile);
+    alignas(64) float c_block[ROW_BLOCK * PANEL_WIDTH];
+    const bool with_amx = uses_amx(linear.format, linear.depth);
+    const int64_t panels = linear.columns / PANEL_WIDTH;
+    const int64_t row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    // Row blocks begin at multiples of the rows that AMX multiplies at once.
+    const int64_t unit = with_amx ? AMX_MICRO_ROWS : 1, units = (rows + unit - 1) / unit;
+    const auto first_of = [&](int64_t row_block) { return std::min(rows, units * row_block / row_blocks * unit); };
+    // About 6 iterations per thread, so that no thread waits long for the last one.
+    const int64_t wanted_ranges = (6 * num_threads + row_blocks - 1) / row_blocks;
+    const int64_t panel_ranges = std::max<int64_t>(1, std::min(panels, wanted_ranges));
+    parallel_for(barrier, panel_ranges * row_blocks, 1, [&](int64_t index) {
+        const int64_t range = index / row_blocks, row_block = index % row_blocks;
+        const int64_t last_panel = panels * (range + 1) / panel_ranges;
+        const auto multiply = with_amx ? multiply_panel_amx : multiply_panel;
+        for (int64_t panel = panels * range / panel_ranges; panel < last_panel; ++panel)
+            multiply(linear, input, first_of(row_block), first_of(row_block + 1), panel, epilogue, c_block);
     });
 }
 

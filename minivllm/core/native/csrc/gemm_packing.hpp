@@ -1,35 +1,35 @@
-// How weights and activations are packed for the products out (M, N) = a (M, K) . w (N, K)^T.
+// Packing of weights and activations for the GEMM out (M, N) = a (M, K) . w (N, K)^T.
 //
-// Weights are packed once into panels of 32 output columns. A panel holds, for one step of K after the other, two
-// vectors of 16 columns; a step covers as many K as fit in 32 bits of the activations ("word"), so that one broadcast
-// word meets one vector. Three number formats:
+// Weights are packed once into panels of 32 output columns (NR in BLIS). A panel stores K in words of 32 bits per
+// column: per word two vectors of 16 columns, so that the micro-kernel combines one broadcast word of activations with
+// each vector. Number formats:
 //
-//   Float    weights bfloat16, activations and sums float32. Any CPU.
-//   Int16    both in 16 bits, sums exact in 32 bits. For CPUs whose integer units are faster than their bfloat16 ones.
-//            Weights are scaled by column to +-8191. Activations are scaled by row as far as 16 bits reach and as no sum
-//            can overflow: |a . w| <= |a| |w| (Cauchy-Schwarz), and the largest |w| of the matrix is known. A deep
-//            product is cut into stretches of K, each summed so, and the sums added in float32. Products come out
-//            closer to those of float32 than those of bfloat16 do, and the same whatever other rows there are.
-//   Int8     both in 8 bits (quantization: int8), weights scaled by column, activations by row and stretch of K: a few
-//            large activations would otherwise leave the others no bits. On CPUs without integer dot products only the
-//            weights are in 8 bits; activations and sums are float32.
-//   BFloat16 both in bfloat16, sums float32, by the CPU's matrix unit: eight times as fast as Int16 where there is one.
+//   Float    weights bfloat16; activations and sums float32. Any CPU.
+//   Int16    weights and activations 16-bit integers, sums 32-bit integers. For CPUs whose integer dot products are
+//            faster than their bfloat16 ones. Weights: one scale per column, quantized to +-8191. Activations: one scale
+//            per row, the smallest that fits 16 bits and rules out overflow, since |a . w| <= |a| |w| (Cauchy-Schwarz)
+//            and max |w| is known. K is divided into segments; each is summed exactly, and the segments are added in
+//            float32. The products are closer to float32 than bfloat16 products, and independent of the other rows.
+//   Int8     weights and activations 8-bit integers (quantization: int8). Weights: one scale per column. Activations:
+//            one scale per row and segment of K, so that an outlier reduces the precision of its own segment only. On
+//            CPUs without integer dot products (AVX-512 VNNI) activations and sums are float32.
+//   BFloat16 weights and activations bfloat16, sums float32, with AMX: 8 times the throughput of Int16.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "tiles.hpp"
+#include "amx.hpp"
 #include "vectors.hpp"
 
 namespace minivllm {
 
-constexpr int PANEL = 32;      // columns a panel: two vectors
-// Rows whose accumulators fit in the CPU's registers, two for each row: of 32, or of 16.
-constexpr int BLOCK_ROWS = REGISTER_LANES == LANES ? 12 : 6;
-constexpr int GROUP_ROWS = 96; // rows that pass over a panel while it is in the cache
+constexpr int PANEL_WIDTH = 32;  // columns per panel: two vectors
+// Rows per micro-kernel call (MR in BLIS): two accumulators per row, in 32 or 16 vector registers.
+constexpr int MICRO_ROWS = REGISTER_LANES == LANES ? 12 : 6;
+constexpr int ROW_BLOCK = 96;    // rows multiplied with a panel while it is in the cache (MC in BLIS)
 
-enum class Format : int32_t { Float = 0, Int16 = 1, Int8 = 2, BFloat16 = 3 };
+enum class NumberFormat : int32_t { Float = 0, Int16 = 1, Int8 = 2, BFloat16 = 3 };
 
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_INTEGER_DOT = true;
@@ -37,188 +37,191 @@ constexpr bool HAS_INTEGER_DOT = true;
 constexpr bool HAS_INTEGER_DOT = false;
 #endif
 
-// A packed matrix. Columns are outputs; `columns` is a multiple of PANEL, what was added has weight zero.
-struct Linear {
-    const void* data;
+// Packed weight and bias of a linear layer. N outputs are `columns`, rounded up to PANEL_WIDTH with zero weights.
+struct PackedLinear {
+    const void* data;                // (panels, panel_bytes)
     const float* column_scale;       // (columns); Int16 and Int8
-    const int32_t* column_offset;    // (panels, stretches, PANEL); Int8: -128 * sum of the column's weights there
+    const int32_t* compensation;     // (panels, segments, PANEL_WIDTH); Int8: -128 * sum of the column's weights
     const float* bias;               // (columns) or null
     int64_t columns;
     int64_t depth;                   // K, a multiple of 4
-    float largest_norm;              // Int16: the largest |w| of a column's stretch, in quantized units
-    Format format;
+    float max_norm;                  // Int16: largest |w| of a column's segment, in quantized units
+    NumberFormat format;
 };
 
-// Whether activations and sums are float32.
-inline bool takes_floats(Format format) {
-    return format == Format::Float || (format == Format::Int8 && !HAS_INTEGER_DOT);
+inline bool has_float_activations(NumberFormat format) {
+    return format == NumberFormat::Float || (format == NumberFormat::Int8 && !HAS_INTEGER_DOT);
 }
 
-// K as it is stored: the matrix unit takes whole tiles; what is added is zero.
-inline int64_t stored_depth(Format format, int64_t depth) {
-    return format == Format::BFloat16 ? (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * (2 * TILE_WORDS) : depth;
+// K as stored: for AMX padded with zeros to full tiles.
+inline int64_t padded_depth(NumberFormat format, int64_t depth) {
+    if (format != NumberFormat::BFloat16) return depth;
+    return (depth + 2 * TILE_WORDS - 1) / (2 * TILE_WORDS) * (2 * TILE_WORDS);
 }
 
-inline int words_of(Format format, int64_t depth) {
-    depth = stored_depth(format, depth);
-    return (int)(takes_floats(format) ? depth : format == Format::Int8 ? depth / 4 : depth / 2);
+// Words of 32 bits per packed row of activations.
+inline int num_words(NumberFormat format, int64_t depth) {
+    depth = padded_depth(format, depth);
+    if (has_float_activations(format)) return (int)depth;
+    return (int)(format == NumberFormat::Int8 ? depth / 4 : depth / 2);
 }
 
-constexpr int64_t LONGEST_STRETCH = 384;       // Int16
-constexpr int64_t LONGEST_BYTE_STRETCH = 128;  // Int8
+constexpr int64_t MAX_INT16_SEGMENT = 384;
+constexpr int64_t MAX_INT8_SEGMENT = 128;
 
-// How long the stretches are that K is cut into; the last may be shorter.
-inline int64_t stretch_length(Format format, int64_t depth) {
-    if (takes_floats(format) || format == Format::BFloat16) return depth;
-    if (format == Format::Int16) {
-        const int64_t stretches = (depth + LONGEST_STRETCH - 1) / LONGEST_STRETCH;
-        return ((depth + stretches - 1) / stretches + 1) / 2 * 2;
+// Length of the segments of K; the last may be shorter (Int16).
+inline int64_t segment_length(NumberFormat format, int64_t depth) {
+    if (has_float_activations(format) || format == NumberFormat::BFloat16) return depth;
+    if (format == NumberFormat::Int16) {
+        const int64_t segments = (depth + MAX_INT16_SEGMENT - 1) / MAX_INT16_SEGMENT;
+        return ((depth + segments - 1) / segments + 1) / 2 * 2;
     }
-    for (int64_t length = LONGEST_BYTE_STRETCH; may_use_tiles() && length > 0; length -= 4 * TILE_WORDS)
-        if (depth % length == 0) return length;  // whole tiles
-    for (int64_t length = LONGEST_BYTE_STRETCH; length >= 2 * LANES; length -= LANES)
+    for (int64_t length = MAX_INT8_SEGMENT; amx_is_available() && length > 0; length -= 4 * TILE_WORDS)
+        if (depth % length == 0) return length;  // full tiles
+    for (int64_t length = MAX_INT8_SEGMENT; length >= 2 * LANES; length -= LANES)
         if (depth % length == 0) return length;
     return depth;
 }
 
-inline int64_t stretches_of(Format format, int64_t depth) {
-    const int64_t length = stretch_length(format, depth);
+inline int64_t num_segments(NumberFormat format, int64_t depth) {
+    const int64_t length = segment_length(format, depth);
     return (depth + length - 1) / length;
 }
 
-// A slab is as much of a panel as stays in the innermost cache while a group of rows passes over it: so many stretches.
-constexpr int64_t SLAB_BYTES = 20 * 1024;
+// A depth block (KC in BLIS) is the part of a panel that stays in the L1 cache while a row block passes over it.
+constexpr int64_t DEPTH_BLOCK_BYTES = 20 * 1024;
 
-inline int64_t stretches_of_slab(Format format, int64_t depth) {
-    const int64_t bytes = stretch_length(format, depth) * PANEL * (format == Format::Int8 ? 1 : 2);
-    return std::max<int64_t>(1, SLAB_BYTES / bytes);
+inline int64_t segments_per_depth_block(NumberFormat format, int64_t depth) {
+    const int64_t bytes = segment_length(format, depth) * PANEL_WIDTH * (format == NumberFormat::Int8 ? 1 : 2);
+    return std::max<int64_t>(1, DEPTH_BLOCK_BYTES / bytes);
 }
 
-inline int64_t panel_bytes(Format format, int64_t depth) {
-    return format == Format::Int8 ? depth * PANEL : stored_depth(format, depth) * PANEL * 2;
+inline int64_t panel_bytes(NumberFormat format, int64_t depth) {
+    return format == NumberFormat::Int8 ? depth * PANEL_WIDTH : padded_depth(format, depth) * PANEL_WIDTH * 2;
 }
 
-// Whether the matrix unit does these products: it takes 64 bytes of K at once.
-inline bool uses_tiles(Format format, int64_t depth) {
-    if (!may_use_tiles() || takes_floats(format)) return false;
-    return format == Format::BFloat16 ||
-           (format == Format::Int8 && stretch_length(format, depth) % (4 * TILE_WORDS) == 0);
+// Int8 needs segments of full tiles: 64 bytes of K.
+inline bool uses_amx(NumberFormat format, int64_t depth) {
+    if (!amx_is_available() || has_float_activations(format)) return false;
+    return format == NumberFormat::BFloat16 ||
+           (format == NumberFormat::Int8 && segment_length(format, depth) % (4 * TILE_WORDS) == 0);
 }
 
 // ---- activations -----------------------------------------------------------------------------------------------
 
-MINIVLLM_INLINE f32x16 rounded(f32x16 x) {
-    const f32x16 magic = splat(12582912.0f);
+MINIVLLM_INLINE f32x16 round_to_nearest(f32x16 x) {
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23
     return (x + magic) - magic;
 }
 
-struct Extent {
-    float peak;    // largest absolute value
-    float square;  // sum of squares
+struct RowStats {
+    float max_abs;
+    float sum_squares;
 };
 
-inline Extent extent(const float* values, int64_t count) {
-    f32x16 peaks = {}, squares = {};
+inline RowStats row_stats(const float* values, int64_t count) {
+    f32x16 max_abs = {}, sum_squares = {};
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         const f32x16 x = load<f32x16>(values + i);
-        peaks = maximum(peaks, absolute(x));
-        squares += x * x;
+        max_abs = maximum(max_abs, absolute(x));
+        sum_squares += x * x;
     }
-    Extent found{largest(peaks), sum(squares)};
+    RowStats stats{reduce_max(max_abs), reduce_sum(sum_squares)};
     for (; i < count; ++i) {
-        found.peak = std::max(found.peak, std::fabs(values[i]));
-        found.square += values[i] * values[i];
+        stats.max_abs = std::max(stats.max_abs, std::fabs(values[i]));
+        stats.sum_squares += values[i] * values[i];
     }
-    return found;
+    return stats;
 }
 
-// target = values * factor + shift, rounded.
-template <typename Whole>
-inline void quantize(const float* values, int64_t count, float factor, int shift, Whole* target) {
-    typedef Whole Wholes __attribute__((vector_size(LANES * sizeof(Whole))));
+// target = round(values * factor) + shift.
+template <typename Integer>
+inline void quantize(const float* values, int64_t count, float factor, int shift, Integer* target) {
+    typedef Integer Integers __attribute__((vector_size(LANES * sizeof(Integer))));
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
-        const i32x16 whole = __builtin_convertvector(rounded(load<f32x16>(values + i) * splat(factor)), i32x16) + shift;
-        store(target + i, __builtin_convertvector(whole, Wholes));
+        const f32x16 scaled = round_to_nearest(load<f32x16>(values + i) * splat(factor));
+        store(target + i, __builtin_convertvector(__builtin_convertvector(scaled, i32x16) + shift, Integers));
     }
-    for (; i < count; ++i) target[i] = (Whole)(std::lrint(values[i] * factor) + shift);
+    for (; i < count; ++i) target[i] = (Integer)(std::lrint(values[i] * factor) + shift);
 }
 
-constexpr float SMALLEST = 1e-30f;  // of a row of zeros
+constexpr float MIN_MAX_ABS = 1e-30f;  // replaces 0 for a row of zeros
 
-// Brings one row into words, and writes the scales that its products are to be multiplied with, one a stretch.
-inline void pack_row(Format format, float largest_norm, const float* row, int64_t depth, uint32_t* words,
+// Packs one row of activations (depth) into `words`, and writes the scale of each segment.
+inline void pack_row(NumberFormat format, float max_norm, const float* row, int64_t depth, uint32_t* words,
                      float* scales) {
-    if (takes_floats(format)) {
+    if (has_float_activations(format)) {
         std::memcpy(words, row, depth * sizeof(float));
         return;
     }
-    if (format == Format::BFloat16) {
+    if (format == NumberFormat::BFloat16) {
         uint16_t* target = (uint16_t*)words;
         int64_t i = 0;
         for (; i + LANES <= depth; i += LANES) store(target + i, to_bfloat16(load<f32x16>(row + i)));
         for (; i < depth; ++i) target[i] = to_bfloat16(row[i]);
-        for (; i < stored_depth(format, depth); ++i) target[i] = 0;
+        for (; i < padded_depth(format, depth); ++i) target[i] = 0;
         return;
     }
-    const int64_t stretch = stretch_length(format, depth);
-    if (format == Format::Int8) {
-        for (int64_t first = 0; first < depth; first += stretch) {
-            const float scale = std::max(extent(row + first, stretch).peak, SMALLEST) / 127.0f;
-            scales[first / stretch] = scale;
-            // The CPU multiplies unsigned with signed bytes: 128 is added here; the column's offset takes it off.
-            quantize(row + first, stretch, 1.0f / scale, 128, (uint8_t*)words + first);
+    const int64_t length = segment_length(format, depth);
+    if (format == NumberFormat::Int8) {
+        for (int64_t first = 0; first < depth; first += length) {
+            const float scale = std::max(row_stats(row + first, length).max_abs, MIN_MAX_ABS) / 127.0f;
+            scales[first / length] = scale;
+            // vpdpbusd multiplies unsigned by signed bytes: adds 128 here, which `compensation` subtracts again.
+            quantize(row + first, length, 1.0f / scale, 128, (uint8_t*)words + first);
         }
         return;
     }
-    float peak = SMALLEST, square = 0;
-    for (int64_t first = 0; first < depth; first += stretch) {
-        const Extent own = extent(row + first, std::min(stretch, depth - first));
-        peak = std::max(peak, own.peak);
-        square = std::max(square, own.square);
+    float max_abs = MIN_MAX_ABS, sum_squares = 0;
+    for (int64_t first = 0; first < depth; first += length) {
+        const RowStats stats = row_stats(row + first, std::min(length, depth - first));
+        max_abs = std::max(max_abs, stats.max_abs);
+        sum_squares = std::max(sum_squares, stats.sum_squares);
     }
-    // A little below 2^31: rounding adds to the norms.
-    const float scale = std::max(peak / 32767.0f, std::sqrt(square) * largest_norm / 2.1e9f);
-    for (int64_t i = 0; i < stretches_of(format, depth); ++i) scales[i] = scale;
+    // Slightly below 2^31, because rounding increases the norms.
+    const float scale = std::max(max_abs / 32767.0f, std::sqrt(sum_squares) * max_norm / 2.1e9f);
+    for (int64_t i = 0; i < num_segments(format, depth); ++i) scales[i] = scale;
     quantize(row, depth, 1.0f / scale, 0, (int16_t*)words);
 }
 
 // ---- weights ---------------------------------------------------------------------------------------------------
 
-// Packs one panel from `rows` rows (at most PANEL) of w (N, K) float32. `offset` (stretches, PANEL) starts at zero.
-inline void pack_panel(Format format, const float* weights, int64_t rows, int64_t depth, char* data, float* scale,
-                       int32_t* offset, float* norm) {
-    const int64_t group = format == Format::Int8 ? 4 : 2;
-    for (int64_t column = 0; column < PANEL; ++column) {
+// Packs one panel from `rows` <= PANEL_WIDTH rows of w (N, K) float32. `compensation` (segments, PANEL_WIDTH) is zero
+// at the start. Raises *max_norm to the largest norm of a segment.
+inline void pack_panel(NumberFormat format, const float* weights, int64_t rows, int64_t depth, char* data, float* scale,
+                       int32_t* compensation, float* max_norm) {
+    const int64_t per_word = format == NumberFormat::Int8 ? 4 : 2;
+    const int64_t length = segment_length(format, depth);
+    const float max_quantized = format == NumberFormat::Int8 ? 127.0f : 8191.0f;
+    for (int64_t column = 0; column < PANEL_WIDTH; ++column) {
         const float* row = weights + column * depth;
-        const bool live = column < rows;
-        float peak = 0;
-        for (int64_t k = 0; live && k < depth; ++k) peak = std::max(peak, std::fabs(row[k]));
-        const float top = format == Format::Int8 ? 127.0f : 8191.0f;
-        const float factor = peak > 0 ? top / peak : 0.0f;
-        double square = 0;
-        const int64_t stretch = stretch_length(format, depth);
-        for (int64_t k = 0; k < stored_depth(format, depth); ++k) {
-            const float value = live && k < depth ? row[k] : 0.0f;
-            const int64_t at = (k / group * PANEL + column) * group + k % group;
-            if (format == Format::Float || format == Format::BFloat16) {
-                ((uint16_t*)data)[at] = to_bfloat16(value);
+        const bool is_padding = column >= rows;
+        float max_abs = 0;
+        for (int64_t k = 0; !is_padding && k < depth; ++k) max_abs = std::max(max_abs, std::fabs(row[k]));
+        const float factor = max_abs > 0 ? max_quantized / max_abs : 0.0f;
+        double sum_squares = 0;
+        for (int64_t k = 0; k < padded_depth(format, depth); ++k) {
+            const float value = !is_padding && k < depth ? row[k] : 0.0f;
+            const int64_t index = (k / per_word * PANEL_WIDTH + column) * per_word + k % per_word;
+            if (format == NumberFormat::Float || format == NumberFormat::BFloat16) {
+                ((uint16_t*)data)[index] = to_bfloat16(value);
                 continue;
             }
-            const long whole = std::lrint(value * factor);
-            if (k % stretch == 0) square = 0;
-            square += (double)whole * (double)whole;
-            *norm = std::max(*norm, (float)std::sqrt(square));
-            if (format == Format::Int8) {
-                ((int8_t*)data)[at] = (int8_t)whole;
-                offset[k / stretch * PANEL + column] -= 128 * (int32_t)whole;
+            const long quantized = std::lrint(value * factor);
+            if (k % length == 0) sum_squares = 0;
+            sum_squares += (double)quantized * (double)quantized;
+            *max_norm = std::max(*max_norm, (float)std::sqrt(sum_squares));
+            if (format == NumberFormat::Int8) {
+                ((int8_t*)data)[index] = (int8_t)quantized;
+                compensation[k / length * PANEL_WIDTH + column] -= 128 * (int32_t)quantized;
             } else {
-                ((int16_t*)data)[at] = (int16_t)whole;
+                ((int16_t*)data)[index] = (int16_t)quantized;
             }
         }
-        if (format == Format::Float || format == Format::BFloat16) continue;
-        scale[column] = peak > 0 ? peak / top : 0.0f;
+        if (format == NumberFormat::Float || format == NumberFormat::BFloat16) continue;
+        scale[column] = max_abs > 0 ? max_abs / max_quantized : 0.0f;
     }
 }
 

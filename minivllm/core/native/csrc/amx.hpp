@@ -1,18 +1,18 @@
-// The CPU's matrix unit (AMX): eight tiles of 16 rows of 64 bytes, and instructions that multiply them.
+// Intel AMX: eight tile registers of 16 rows of 64 bytes, and instructions that multiply them.
 //
-// With MINIVLLM_EMULATE_TILES the same is done in plain C++, slowly: so that what is built on it can be tested on CPUs
-// that have no such unit.
+// MINIVLLM_EMULATE_AMX replaces the instructions by plain C++, so that CPUs without AMX can test the code built on
+// them.
 #pragma once
 
 #include <type_traits>
 
 #include "vectors.hpp"
 
-#if defined(MINIVLLM_EMULATE_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
-#define MINIVLLM_TILES 1
+#if defined(MINIVLLM_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#define MINIVLLM_AMX 1
 #endif
 
-#if defined(MINIVLLM_TILES) && !defined(MINIVLLM_EMULATE_TILES)
+#if defined(MINIVLLM_AMX) && !defined(MINIVLLM_EMULATE_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -20,16 +20,16 @@
 namespace minivllm {
 
 constexpr int TILE_ROWS = 16;
-constexpr int TILE_WORDS = 16;  // of 32 bits a row
-constexpr int TILE_BLOCK_ROWS = 2 * TILE_ROWS;  // that one panel of 32 columns is multiplied with at once: four tiles of sums
+constexpr int TILE_WORDS = 16;  // words of 32 bits per row
+constexpr int AMX_MICRO_ROWS = 2 * TILE_ROWS;  // rows per micro-kernel call; 2 x 2 tiles hold the sums of a panel
 
 template <int VALUE>
-using Number = std::integral_constant<int, VALUE>;
+using TileIndex = std::integral_constant<int, VALUE>;
 
-// Set when a check of the unit failed.
-inline bool tiles_are_forbidden = false;
+// Set when the self-test of the products failed (`minivllm_disable_amx`).
+inline bool amx_is_disabled = false;
 
-#if defined(MINIVLLM_EMULATE_TILES)
+#if defined(MINIVLLM_EMULATE_AMX)
 
 struct EmulatedTile {
     alignas(64) uint8_t bytes[TILE_ROWS][64];
@@ -54,9 +54,9 @@ inline void tile_store(void* target, ptrdiff_t stride) {
         std::memcpy((char*)target + row * stride, emulated_tile(TILE).bytes[row], 64);
 }
 
-// sums[row][column] += the sum over words and their parts of a[row][word] * b[word][column].
+// sums[row][column] += sum over word and part of a[row][word][part] * b[word][column][part].
 template <typename Sum, typename Left, typename Right, typename Convert>
-inline void emulated_multiply(int sums, int a, int b, Convert convert) {
+inline void emulated_dot(int sums, int a, int b, Convert convert) {
     constexpr int PARTS = 4 / sizeof(Left);
     const auto& left = emulated_tile(a).bytes;
     const auto& right = emulated_tile(b).bytes;
@@ -72,21 +72,21 @@ inline void emulated_multiply(int sums, int a, int b, Convert convert) {
 }
 
 template <int SUMS, int A, int B>
-inline void tile_multiply_bfloat16() {
-    emulated_multiply<float, uint16_t, uint16_t>(SUMS, A, B, [](uint16_t value) { return from_bfloat16(value); });
+inline void tile_dot_bfloat16() {
+    emulated_dot<float, uint16_t, uint16_t>(SUMS, A, B, [](uint16_t value) { return from_bfloat16(value); });
 }
 template <int SUMS, int A, int B>
-inline void tile_multiply_bytes() {
-    emulated_multiply<int32_t, uint8_t, int8_t>(SUMS, A, B, [](auto value) { return (int32_t)value; });
+inline void tile_dot_u8s8() {
+    emulated_dot<int32_t, uint8_t, int8_t>(SUMS, A, B, [](auto value) { return (int32_t)value; });
 }
 
-inline bool may_use_tiles() { return !tiles_are_forbidden; }
+inline bool amx_is_available() { return !amx_is_disabled; }
 
-struct TileScope {};
+struct AmxScope {};
 
-#elif defined(MINIVLLM_TILES)
+#elif defined(MINIVLLM_AMX)
 
-// In assembly: the compiler's own spelling is macros, which take numbers of tiles only as literals.
+// Inline assembly: the compiler's intrinsics are macros that accept tile indices only as literals.
 template <int TILE>
 MINIVLLM_INLINE void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
@@ -100,45 +100,45 @@ MINIVLLM_INLINE void tile_store(void* target, ptrdiff_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(target), "r"(stride), "i"(TILE) : "memory");
 }
 template <int SUMS, int A, int B>
-MINIVLLM_INLINE void tile_multiply_bfloat16() {
+MINIVLLM_INLINE void tile_dot_bfloat16() {
     asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(SUMS));
 }
 template <int SUMS, int A, int B>
-MINIVLLM_INLINE void tile_multiply_bytes() {  // unsigned times signed
+MINIVLLM_INLINE void tile_dot_u8s8() {  // unsigned times signed
     asm volatile("tdpbusd %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(B), "i"(A), "i"(SUMS));
 }
 
-// Linux lends a process the unit's registers on request.
-inline bool may_use_tiles() {
+// Linux enables the tile registers per process on request.
+inline bool amx_is_available() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     static const bool permitted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return permitted && !tiles_are_forbidden;
+    return permitted && !amx_is_disabled;
 }
 
-// While one lives, its thread's tiles are set up: all eight of full size.
-class TileScope {
+// Configures the tile registers of the current thread, all eight at full size, and releases them at the end.
+class AmxScope {
   public:
-    TileScope() {
-        if (!may_use_tiles()) return;
+    AmxScope() {
+        if (!amx_is_available()) return;
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } setup;
-        static_assert(sizeof(setup) == 64, "as the instruction expects it");
-        asm volatile("ldtilecfg %0" ::"m"(setup));
+        } config;
+        static_assert(sizeof(config) == 64, "size of the operand of ldtilecfg");
+        asm volatile("ldtilecfg %0" ::"m"(config));
     }
-    ~TileScope() {
-        if (may_use_tiles()) asm volatile("tilerelease");
+    ~AmxScope() {
+        if (amx_is_available()) asm volatile("tilerelease");
     }
-    TileScope(const TileScope&) = delete;
-    TileScope& operator=(const TileScope&) = delete;
+    AmxScope(const AmxScope&) = delete;
+    AmxScope& operator=(const AmxScope&) = delete;
 };
 
 #else
 
-inline bool may_use_tiles() { return false; }
-struct TileScope {};
+inline bool amx_is_available() { return false; }
+struct AmxScope {};
 
 #endif
 
