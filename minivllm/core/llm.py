@@ -1,4 +1,4 @@
-"""LLM: the engine without a server, for offline work and tests."""
+"""LLM: generates text from prompts in this process, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of a prompt. `token_ids` and `logprobs` end where the text ends; see `IncrementalDetokenizer`."""
+    """One sample of a prompt. `token_ids` and `logprobs` end with the text; see `IncrementalDetokenizer`."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ class Completion:
 
 @dataclass(slots=True)
 class GenerationResult:
-    """All samples of one prompt. The shortcuts `text`, `token_ids`, ... are those of the first."""
+    """All samples of one prompt. `text`, `token_ids`, ... are those of the first sample."""
 
     request_id: str
     prompt: str | None
@@ -66,7 +66,7 @@ class GenerationResult:
 
 
 class _Job:
-    """A prompt on its way through the engine."""
+    """A prompt, and the outputs of its samples so far."""
 
     def __init__(
         self, request_id: str, tokenizer: Tokenizer, prompt: Prompt, token_ids: list[int], params: SamplingParams
@@ -82,10 +82,10 @@ class _Job:
         return all(text.finished for text in self._texts)
 
     def take(self, output: RequestOutput) -> bool:
-        """Adds news of a sample. True when its text has come to a stop string, so that the engine must end it."""
+        """Adds an output. Returns True if its text has reached a stop string, so the sample must be aborted."""
         text = self._texts[output.index]
         if text.finished:
-            return False  # what the engine still had under way when the stop string was found
+            return False  # sampled before the abort took effect
         if output.index == 0:
             self.result.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -137,8 +137,6 @@ class LLM:
         self.engine = LLMEngine(config)
         self._numbers = itertools.count()
 
-    # -- what one calls ----------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: Prompt | Items[Prompt],
@@ -148,16 +146,16 @@ class LLM:
         """Completes prompts.
 
         Args:
-            prompts: a text or a list of token ids, or a list of such.
-            sampling_params: one for all prompts, or one for each.
+            prompts: a text or a list of token ids, or a list of these.
+            sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show a progress bar with tokens/s.
 
         Returns:
-            One result a prompt, in their order. A sample that failed by itself has finish_reason "error" and `error`.
+            One result per prompt, in order. A sample that failed alone has finish_reason "error" and `error`.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served; nothing of this call is left behind.
-            EngineDeadError: a forward pass failed.
+            InvalidRequestError: a prompt or its parameters cannot be served; all prompts of the call are aborted.
+            EngineDeadError: the engine failed.
         """
         items = _as_prompts(prompts)
         return self._run(items, [self._encode(prompt) for prompt in items], sampling_params, use_tqdm)
@@ -169,20 +167,18 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[GenerationResult]:
-        """Answers a conversation, or each of several.
+        """Completes one conversation or several.
 
         Args:
-            messages: a list of messages in OpenAI's form, or a list of such lists.
+            messages: a list of messages in OpenAI's format, or a list of such lists.
             template_options: `add_generation_prompt`, `continue_final_message`, `tools`, `chat_template_kwargs`.
 
-        Returns and raises: as `generate`; InvalidRequestError also for what the model's chat template refuses.
+        Returns and raises the same as `generate`; InvalidRequestError also if the chat template rejects the messages.
         """
         conversations = _as_conversations(messages)
         texts: list[Prompt] = [self.tokenizer.render_chat(list(talk), **template_options) for talk in conversations]
         token_ids = [self.tokenizer.encode(str(text), add_special_tokens=False, param="messages") for text in texts]
         return self._run(texts, token_ids, sampling_params, use_tqdm)
-
-    # -- how it works ------------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -194,7 +190,7 @@ class LLM:
         sampling_params: SamplingParams | Items[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[GenerationResult]:
-        """Adds all, steps until all have ended. Whatever is raised, nothing of this call stays in the engine."""
+        """Adds all prompts and steps until they have ended. On an exception all of them are aborted."""
         params = _as_params(sampling_params, len(prompts))
         jobs = [
             _Job(f"llm-{next(self._numbers)}", self.tokenizer, prompt, ids, one)
@@ -226,7 +222,7 @@ class LLM:
         for output in self.engine.step():
             job = live.get(output.request_id)
             if job is None:
-                continue  # left over from a call that was interrupted
+                continue  # of an earlier call that was interrupted
             if isinstance(output.error, EngineDeadError):
                 raise output.error
             progress.count(len(output.new_token_ids))
@@ -237,7 +233,7 @@ class LLM:
                 progress.finish_one(job)
 
     def _abandon(self, jobs: list[_Job]) -> None:
-        """Takes back what is in the engine, so that its blocks are free and the next call starts clean."""
+        """Aborts all prompts and steps until their blocks are free."""
         for job in jobs:
             self.engine.abort_request(job.result.request_id)
         while self.engine.has_unfinished_requests():
@@ -245,7 +241,7 @@ class LLM:
 
 
 class _Progress:
-    """A progress bar: prompts done, and tokens/s."""
+    """A progress bar: completed prompts, and tokens/s."""
 
     def __init__(self, jobs: list[_Job], *, enabled: bool) -> None:
         self._bar = tqdm(total=len(jobs), desc="Generating", unit="prompt", disable=not enabled, dynamic_ncols=True)
@@ -273,7 +269,7 @@ class _Progress:
 
 
 def _as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
+    """Returns one prompt or several as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -296,7 +292,7 @@ def _is_token_id(item: object) -> bool:
 
 
 def _as_conversations(messages: Items[Message] | Items[Items[Message]]) -> list[list[Message]]:
-    """One conversation or several, as a list of conversations."""
+    """Returns one conversation or several as a list."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError("messages: must be a list of messages, not empty", param="messages")
     if all(isinstance(message, dict) for message in messages):
@@ -311,10 +307,10 @@ def _as_params(params: SamplingParams | Items[SamplingParams] | None, count: int
         return [params or SamplingParams()] * count
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
         raise InvalidRequestError(
-            "sampling_params: must be SamplingParams, or a list of them, one a prompt", param="sampling_params"
+            "sampling_params: must be SamplingParams, or a list of them, one per prompt", param="sampling_params"
         )
     if len(params) != count:
         raise InvalidRequestError(
-            f"sampling_params: {len(params)} for {count} prompts; give one, or one a prompt", param="sampling_params"
+            f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt", param="sampling_params"
         )
     return list(params)

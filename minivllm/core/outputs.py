@@ -1,4 +1,4 @@
-"""What crosses the engine's borders: results of the runner going in, outputs of requests coming out."""
+"""Results of the model runner and outputs of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minivllm.core.sequence import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of one token, and of the likeliest alternatives at its place, best first."""
+    """Log probability of one token, and of the likeliest tokens at its position, best first."""
 
     token_id: int
     logprob: float
@@ -19,10 +19,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SampleResult:
-    """What the model runner says of one scheduled sequence.
+    """Result of one scheduled sequence.
 
-    `token_id` is None while a chunk has not reached the end of what is known. `prompt_logprobs` are those of the
-    prompt tokens whose predecessor was computed in this step. `error` ends this request and no other.
+    `token_id` is None unless one was sampled. `prompt_logprobs` are those of the prompt tokens whose predecessor was
+    computed in this step. `error` ends this sample only.
     """
 
     token_id: int | None = None
@@ -33,7 +33,7 @@ class SampleResult:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one sample of one request. Every sample has exactly one output with `finished=True`, its last.
+    """New output of one sample of one request. Every sample has exactly one output with `finished=True`, its last.
 
     `new_token_ids` are those sampled since the last output, EOS included. `index` is the number of the sample, 0
     unless `n > 1`. `num_cached_tokens` counts the prompt tokens that the first admission found in the prefix cache.

@@ -1,4 +1,4 @@
-"""What a client may ask of sampling: checked once, here, and trusted everywhere after."""
+"""SamplingParams: how to sample a request, validated."""
 
 from __future__ import annotations
 

@@ -385,6 +385,30 @@ def test_rejection_of_one_sample_releases_the_samples_prepared_before() -> None:
     watched.check_drained()
 
 
+def test_queue_limits_can_change_while_the_engine_runs() -> None:
+    """`stats()` and `config` show the limits in force; sys.maxsize is no limit."""
+    watched = WatchedEngine(num_blocks=50, max_num_seqs=1, max_waiting_requests=1)
+    engine = watched.engine
+    watched.add(prompt(0, 4), max_tokens=6, ignore_eos=True)
+    watched.step()
+    watched.add(prompt(1, 4), max_tokens=2)
+    with pytest.raises(EngineOverloadedError):
+        watched.add(prompt(2, 4), max_tokens=2)
+    assert (engine.stats().max_waiting_requests, engine.stats().max_waiting_tokens) == (1, sys.maxsize)
+    engine.apply_settings(max_waiting_requests=None, max_waiting_tokens=9)
+    assert (engine.stats().max_waiting_requests, engine.stats().max_waiting_tokens) == (sys.maxsize, 9)
+    assert (engine.config.max_waiting_requests, engine.config.max_waiting_tokens) == (None, 9)
+    assert (engine.stats().max_num_seqs, engine.stats().max_num_batched_tokens) == (1, 64)
+    watched.add(prompt(2, 4), max_tokens=2)
+    with pytest.raises(EngineOverloadedError):
+        watched.add(prompt(3, 4), max_tokens=2)
+    for wrong in ({"max_waiting_tokens": 0}, {"max_waiting_requests": "many"}, {"max_num_seqs": 3}, {"unknown": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            engine.apply_settings(**wrong)
+    assert (engine.stats().max_waiting_requests, engine.stats().max_waiting_tokens) == (sys.maxsize, 9)
+    watched.drain()
+
+
 # Bypass of the queue head
 
 
