@@ -59,7 +59,7 @@ def test_mistakes_do_not_show_api_keys(tmp_path: Path) -> None:
 
 def test_arguments_of_other_applications_are_not_checked(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    path.write_text("applications:\n  - import_path: somebody:else\n    args: {anything: 1}\n")
+    path.write_text("applications:\n  - import_path: other:app\n    args: {anything: 1}\n")
     assert list(mistakes(path)) == []
 
 

@@ -62,7 +62,6 @@ class RequestOutputCollector:
                 await self._waiter
             finally:
                 self._waiter = None
-                self._last_taken = time.monotonic()
         self._last_taken = time.monotonic()
         outputs, self._outputs = list(self._outputs.values()), {}
         return outputs
@@ -146,9 +145,6 @@ class OutputRouter:
 
     def __len__(self) -> int:
         return len(self._live)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
 
     def add(self, live: LiveRequest) -> None:
         """Registers a request. Raises InvalidRequestError if its id is in use."""
