@@ -191,10 +191,12 @@ class EngineLoop:
         outputs: list[RequestOutput],
         results: list[tuple[Callback, Any, BaseException | None]],
         stats: EngineStats | None,
+        is_dead: bool,
     ) -> None:
         """Handles the message of a step: `outputs`, then the results of the calls that followed it.
 
-        `now`: time.monotonic() at the end of the step.
+        `now`: time.monotonic() at the end of the step. `is_dead`: the step failed, so no consumer of its outputs may
+        find an engine that still accepts requests.
         """
         self.router.deliver(outputs, now)
         for callback, result, error in results:
@@ -202,6 +204,8 @@ class EngineLoop:
         if stats is not None:
             self._stats = stats
             self._on_snapshot(self.last_snapshot())
+        if is_dead:
+            self._die(EngineDeadError("the engine is dead: a step failed"))
 
     def _die(self, error: EngineDeadError) -> None:
         """Ends every request and pending call with `error`: the thread has ended or is abandoned."""
@@ -229,7 +233,7 @@ class EngineLoop:
         self._post(_settle, self._ready, None, None)
         try:
             self._step_forever(engine)
-            death = EngineDeadError("the engine is dead: a step failed" if engine.is_dead else "the engine was stopped")
+            death = EngineDeadError("the engine was stopped")
         except BaseException as error:
             logger.exception("the engine failed")
             death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
@@ -250,7 +254,7 @@ class EngineLoop:
                 stats = engine.stats()
                 next_snapshot = now + self._snapshot_interval_s
             if outputs or results or stats is not None:
-                self._post(self._deliver, now, outputs, results, stats)
+                self._post(self._deliver, now, outputs, results, stats, engine.is_dead)
             if engine.is_dead:
                 return
             idle_is_reported = is_idle
