@@ -158,5 +158,6 @@ def test_every_dependency_has_a_reason() -> None:
 
 def test_files_named_in_the_text_exist() -> None:
     names = set(re.findall(r"`([\w/]+\.(?:py|yaml|md|cpp|hpp))`", TEXT))
-    places = [ROOT, PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    folders = [path for top in (PACKAGE, ROOT / "tests") for path in top.rglob("*") if path.is_dir()]
+    places = [ROOT, PACKAGE, *folders]
     assert not [name for name in names if not any((place / name).exists() for place in places)]
