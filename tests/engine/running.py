@@ -53,7 +53,7 @@ class WatchedRun:
 
         def watched(logits: torch.Tensor, sequences: list[Any]) -> Any:
             for row, sequence in zip(logits.float().clone(), sequences, strict=True):
-                self.logits[sequence.request_id].append(row)
+                self.logits[sequence.seq_id].append(row)
             return sample(logits, sequences)
 
         sampler.sample = watched
