@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from minivllm.core.errors import BlockNotInUseError, IntegrityError, InvalidRequestError, NoFreeBlocksError
 from minivllm.core.kv_cache import block_pool
 from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix, require_count
-from minivllm.core.kv_cache.integrity import TableInUse, check_all, check_table, sequence_name
+from minivllm.core.kv_cache.integrity import BlockSequence, TableInUse, check_all, check_table, sequence_name
 from minivllm.core.stats import RejectionReason
 
 
@@ -43,21 +43,6 @@ class PrefixMatch:
     block_ids: tuple[int, ...] = ()
     prefixes: tuple[CachedPrefix, ...] = ()
     num_cached_tokens: int = 0
-
-
-class BlockSequence(Protocol):
-    """What the manager needs of a sequence; optional: `seq_id`, `cache_salt`, `skip_prefix_lookup`, `block_hashes`."""
-
-    request_id: str
-    block_table: list[int]
-    num_computed_tokens: int
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> list[int]: ...
-    @property
-    def output_token_ids(self) -> list[int]: ...
 
 
 class BlockManager:

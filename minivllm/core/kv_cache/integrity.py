@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from minivllm.core.errors import IntegrityError
 from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix
 
-if TYPE_CHECKING:
-    from minivllm.core.kv_cache.block_manager import BlockSequence
+
+class BlockSequence(Protocol):
+    """What the manager needs of a sequence; optional: `seq_id`, `cache_salt`, `skip_prefix_lookup`, `block_hashes`."""
+
+    request_id: str
+    block_table: list[int]
+    num_computed_tokens: int
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def output_token_ids(self) -> list[int]: ...
 
 
 @dataclass(slots=True)
@@ -21,7 +33,7 @@ class TableInUse:
     `covered_tokens` is what the table was last extended to. `prefix` describes the first `num_full_blocks` blocks.
     """
 
-    sequence: Any
+    sequence: BlockSequence
     covered_tokens: int = 0
     num_full_blocks: int = 0
     prefix: CachedPrefix | None = None
