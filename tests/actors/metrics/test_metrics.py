@@ -85,7 +85,7 @@ async def test_run_of_equal_snapshots_takes_two_history_points(make_metrics: Cal
     assert points[0].rejections == {"watermark": 3}
 
 
-async def test_one_snapshot_remetricss_all_totals(make_metrics: Callable[[int], Metrics]) -> None:
+async def test_one_snapshot_restores_all_totals(make_metrics: Callable[[int], Metrics]) -> None:
     sent = snapshot(900, rejections={"no_free_blocks": 41}, generated_tokens_total=12345)
     metrics = make_metrics(10)
     await metrics.record(pickle.loads(pickle.dumps(sent)))
