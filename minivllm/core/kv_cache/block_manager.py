@@ -29,7 +29,10 @@ class Slot(NamedTuple):
 
 
 class BlockOwner(NamedTuple):
-    """State of a block: "free", "owned" (by no request after `allocate_blocks`), or "cached" (free, content kept)."""
+    """State of a block: "free", "owned" or "cached" (free, content kept).
+
+    `request_ids` of an owned block is empty while `allocate_blocks` has taken it and no block table contains it.
+    """
 
     block_id: int
     state: Literal["free", "owned", "cached"]

@@ -2,8 +2,8 @@
 
 Each step has one token budget. Running sequences come first: decodes, then the next chunks of partly computed prompts.
 The rest goes to waiting sequences, which are admitted if sequence limit, budget and block manager allow it. When a
-running sequence needs a block and none is free, the newest one is preempted: its blocks are freed, its output is kept,
-and it is recomputed later. The oldest is never preempted for another, so it always advances: no livelock.
+running sequence needs a block and none is free, the one that ranks last (by priority, then arrival) is preempted: its
+blocks are freed, its output is kept, and it is recomputed later. The first in rank always advances: no livelock.
 
 Continuous batching is Orca's idea, chunked prefill with one token budget Sarathi-Serve's. "Compute tokens
 num_computed_tokens .. num_tokens" as the one notion of prefill, decode and recompute is vLLM's (V1).
@@ -224,7 +224,7 @@ class Scheduler:
     def _schedule_sequence(self, plan: StepPlan, sequence: Sequence, has_blocks: bool) -> bool:
         """Schedules tokens of a running sequence, as many as budget and free blocks allow but at least one.
 
-        Preempts the newest sequences until there is a block for that one token. Returns whether any was preempted.
+        Preempts the sequences that rank last until there is a block for that token. Returns whether any was preempted.
         """
         manager, preempted = self.block_manager, False
         start, end = sequence.num_computed_tokens, sequence.num_tokens
@@ -234,7 +234,7 @@ class Scheduler:
                 end = room
                 break
             preempted = True
-            if self._preempt_newest(plan) is sequence:
+            if self._preempt_last(plan) is sequence:
                 return True
         if sequence.num_tokens - start <= 1:
             manager.append_slot_for_decode(sequence)
@@ -248,8 +248,8 @@ class Scheduler:
         """Returns the end of a chunk from `start`: the last token, the budget or the threshold for long prompts."""
         return min(sequence.num_tokens, start + min(plan.budget, self.config.long_prefill_token_threshold))
 
-    def _preempt_newest(self, plan: StepPlan) -> Sequence:
-        """Frees the blocks of the newest running sequence, and puts it at the head of the queue."""
+    def _preempt_last(self, plan: StepPlan) -> Sequence:
+        """Frees the blocks of the running sequence that ranks last, and puts it at the head of its priority's queue."""
         victim = self._running[-1]
         victim.num_computed_before_preemption = max(victim.num_computed_before_preemption, victim.num_computed_tokens)
         self.block_manager.free_sequence(victim)
