@@ -27,15 +27,9 @@ from pydantic import ValidationError
 import minivllm
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine.loop import EngineLoop
-from minivllm.actors.metrics.publisher import SnapshotPublisher
+from minivllm.actors.metrics.publisher import publish_snapshots
 from minivllm.actors.process import freeze_gc, log_to_stderr
-from minivllm.actors.transport.messages import (
-    ChannelClosedError,
-    ChannelMessage,
-    EngineInfo,
-    EngineSnapshot,
-    GenerateRequest,
-)
+from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo
 from minivllm.actors.transport.output_router import RequestOutputCollector
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import EngineDeadError, MinivllmError
@@ -43,6 +37,7 @@ from minivllm.core.errors import EngineDeadError, MinivllmError
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
+    from minivllm.actors.transport.messages import ChannelMessage, EngineSnapshot, GenerateRequest
     from minivllm.core.engine import LLMEngine
     from minivllm.core.kv_cache.block_manager import BlockOwner
 
@@ -72,7 +67,7 @@ class Engine:
     Args:
         config: the model and how to run it.
         settings: the live settings while there is no `user_config`.
-        metrics: the Metrics deployment, or None.
+        metrics: the Metrics deployment.
         build_engine: makes the engine from its config. Runs in the step thread.
     """
 
@@ -80,26 +75,23 @@ class Engine:
         self,
         config: EngineConfig,
         settings: LiveSettings,
-        metrics: DeploymentHandle[Any] | None = None,
-        build_engine: Callable[[EngineConfig], LLMEngine] = load_engine,
+        metrics: DeploymentHandle[Any],
+        build_engine: Callable[[EngineConfig], LLMEngine],
     ) -> None:
         log_to_stderr()
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         started = time.monotonic()
-        self._metrics = metrics
+        self._metrics = metrics.options(_by_reference=False)
         self._default_settings = settings
         self._channels: dict[str, RequestOutputCollector] = {}
-        self._publisher = SnapshotPublisher(self._send_snapshot)
+        changed = asyncio.Event()
         self.loop = EngineLoop(
-            partial(build_engine, config),
-            settings,
-            on_snapshot=self._publisher.publish,
-            on_death=self._close_channels,
+            partial(build_engine, config), settings, on_change=changed.set, on_death=self._close_channels
         )
         await self.loop.start()
         self._info = await self.loop.call(self._describe)
-        if metrics is not None:
-            self._publisher.start(self.loop.last_snapshot)
+        publishing = publish_snapshots(self.loop.last_snapshot, changed, self._send_snapshot)
+        self._publishing = asyncio.create_task(publishing)
         logger.info(
             "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
             self.loop.engine_id,
@@ -191,8 +183,9 @@ class Engine:
         logger.info("settings now: %s", settings)
 
     def __del__(self) -> None:
+        if hasattr(self, "_publishing"):
+            self._publishing.cancel()
         if hasattr(self, "loop"):
-            self._publisher.stop()
             self.loop.stop()
 
     # ---- inside ----
@@ -218,9 +211,7 @@ class Engine:
             collector.close()
 
     async def _send_snapshot(self, snapshot: EngineSnapshot) -> None:
-        if self._metrics is None:
-            return
-        response = self._metrics.options(_by_reference=False).record.remote(snapshot)
+        response = self._metrics.record.remote(snapshot)
         try:
             await response
         except asyncio.CancelledError:

@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.config import LiveSettings
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minivllm.engine")
 
 T = TypeVar("T")
-Work = Callable[["LLMEngine"], Any]
-Callback = Callable[[Any, BaseException | None], None]
-"""Gets the result or the exception of a call."""
+Call = tuple[Callable[["LLMEngine"], Any], asyncio.Future[Any]]
+"""What runs in the thread, and the future of its result."""
+Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineLoop:
@@ -47,7 +46,8 @@ class EngineLoop:
     Args:
         build_engine: called in the thread; loads the model. `start` raises its exceptions.
         settings: the settings in force until `apply` changes them.
-        on_snapshot: called on the loop at most once per `snapshot_interval_s`, and once when the engine becomes idle.
+        on_change: called on the loop when `last_snapshot` has changed: at most once per `snapshot_interval_s`, and once
+            when the engine becomes idle.
         on_death: called on the loop once, when the engine has failed or was stopped.
     """
 
@@ -56,7 +56,7 @@ class EngineLoop:
         build_engine: Callable[[], LLMEngine],
         settings: LiveSettings,
         *,
-        on_snapshot: Callable[[EngineSnapshot], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
         on_death: Callable[[], None] = lambda: None,
         snapshot_interval_s: float = 0.25,
     ) -> None:
@@ -66,7 +66,7 @@ class EngineLoop:
         self.model = ""
         self.router = OutputRouter(self._send_abort)
         self._build_engine = build_engine
-        self._on_snapshot = on_snapshot
+        self._on_change = on_change
         self._on_death = on_death
         self._snapshot_interval_s = snapshot_interval_s
         self._snapshot_number = 0
@@ -74,7 +74,7 @@ class EngineLoop:
         self._histograms = empty_histograms()
         self._death: EngineDeadError | None = None
         # Shared with the thread.
-        self._inbox: queue.SimpleQueue[tuple[Work, Callback]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._is_stopping = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -91,20 +91,20 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends the thread after the step it is in. Live requests end with EngineDeadError."""
         self._is_stopping = True
-        self._inbox.put((lambda _: None, _log_error))  # wakes the thread
+        self._put(lambda _: None)  # wakes the thread
 
     async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> LiveRequest:
-        """Submits a request to the engine; its outputs go to `collector`. Once that is closed, the request is aborted.
+        """Submits a request to the engine; its outputs go to `collector`.
 
         Raises InvalidRequestError (also for the id of a live request), NeverFitsError, EngineOverloadedError or
         EngineDeadError when the engine refuses it.
         """
-        self._raise_if_dead()
         if request.sampling_params.structured_output is not None:
             await asyncio.to_thread(self._precompile, request.sampling_params)  # streams do not wait for a slow grammar
+        self._raise_if_dead()
         now = time.monotonic()
-        live = LiveRequest(request.request_id, request.sampling_params.n, collector, Latencies(self._histograms, now))
-        accepted: asyncio.Future[None] = self._loop.create_future()
+        samples = set(range(request.sampling_params.n))
+        live = LiveRequest(request.request_id, samples, collector, Latencies(self._histograms, now))
 
         def add(engine: LLMEngine) -> None:
             engine.add_request(
@@ -116,15 +116,12 @@ class EngineLoop:
                 arrival_time=now,
             )
 
-        def on_added(_: None, error: BaseException | None) -> None:
-            if error is None:
-                self.router.add(live)
-                if collector.is_closed:
-                    self.router.abort(live.request_id)
-            _settle(accepted, None, error)
-
-        self._inbox.put((add, on_added))
-        await accepted
+        self.router.add(live)
+        added = self._put(add)
+        added.add_done_callback(lambda _: self.router.refused(live) if added.exception() else None)
+        if collector.is_closed:
+            self.router.abort(live.request_id)
+        await asyncio.shield(added)  # if the caller is cancelled, a refusal still ends the request
         return live
 
     @property
@@ -134,9 +131,7 @@ class EngineLoop:
     async def call(self, work: Callable[[LLMEngine], T]) -> T:
         """Runs `work(engine)` in the thread, between two steps. Raises its exceptions."""
         self._raise_if_dead()
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._inbox.put((work, partial(_settle, future)))
-        return await future
+        return await self._put(work)
 
     async def apply(self, settings: LiveSettings) -> None:
         """Puts new settings in force between two steps."""
@@ -178,7 +173,12 @@ class EngineLoop:
         self._raise_if_dead()
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
-        self._inbox.put((lambda engine: engine.abort_request(request_id, index), _log_error))
+        self._put(lambda engine: engine.abort_request(request_id, index))
+
+    def _put(self, work: Callable[[LLMEngine], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put((work, future))
+        return future
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
@@ -186,12 +186,7 @@ class EngineLoop:
             raise EngineDeadError(self._death.message)
 
     def _deliver(
-        self,
-        now: float,
-        outputs: list[RequestOutput],
-        results: list[tuple[Callback, Any, BaseException | None]],
-        stats: EngineStats | None,
-        is_dead: bool,
+        self, now: float, outputs: list[RequestOutput], results: list[Result], stats: EngineStats | None, is_dead: bool
     ) -> None:
         """Handles the message of a step: `outputs`, then the results of the calls that followed it.
 
@@ -199,11 +194,11 @@ class EngineLoop:
         find an engine that still accepts requests.
         """
         self.router.deliver(outputs, now)
-        for callback, result, error in results:
-            callback(result, error)
+        for result in results:
+            _settle(*result)
         if stats is not None:
             self._stats = stats
-            self._on_snapshot(self.last_snapshot())
+            self._on_change()
         if is_dead:
             self._die(EngineDeadError("the engine is dead: a step failed"))
 
@@ -213,11 +208,11 @@ class EngineLoop:
             return
         self._death = error
         while not self._inbox.empty():
-            _, callback = self._inbox.get_nowait()
-            callback(None, error)
+            _, future = self._inbox.get_nowait()
+            _settle(future, None, error)
         self.router.fail_all(error)
         self._on_death()
-        self._on_snapshot(self.last_snapshot())
+        self._on_change()
 
     # ---- step thread ----
 
@@ -260,20 +255,20 @@ class EngineLoop:
             idle_is_reported = is_idle
             outputs = [] if is_idle else engine.step()
 
-    def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[tuple[Callback, Any, BaseException | None]]:
+    def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[Result]:
         """Runs all calls in the inbox. With `block`, waits for the first one."""
-        results: list[tuple[Callback, Any, BaseException | None]] = []
+        results: list[Result] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 if block:
                     self._busy_since = None
-                work, callback = self._inbox.get(block)
+                work, future = self._inbox.get(block)
                 block = False
                 self._busy_since = time.monotonic()
                 try:
-                    results.append((callback, work(engine), None))
+                    results.append((future, work(engine), None))
                 except Exception as error:
-                    results.append((callback, None, error))
+                    results.append((future, None, error))
         self._busy_since = time.monotonic()
         return results
 
@@ -283,11 +278,6 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _log_error(_: None, error: BaseException | None) -> None:
-    if error is not None and not isinstance(error, EngineDeadError):
-        logger.error("a call to the engine failed", exc_info=error)
-
-
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
@@ -295,3 +285,5 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     else:
         future.set_exception(error)
+        if isinstance(error, EngineDeadError):
+            future.exception()  # marks it as retrieved: an abort is not awaited

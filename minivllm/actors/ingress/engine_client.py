@@ -25,7 +25,6 @@ Result = TypeVar("Result")
 CONSUMER_CHECK_INTERVAL_S = 1.0
 ABORT_RETRY_INTERVAL_S = 0.5
 
-
 _running_tasks: set[asyncio.Task[Any]] = set()
 """asyncio keeps only weak references to tasks."""
 
@@ -126,8 +125,6 @@ class _Channel:
             response.cancel()
             if isinstance(error, TimeoutError):
                 raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
-            if isinstance(error, StopAsyncIteration):
-                raise EngineDeadError("the engine has ended") from None
             raise
         if isinstance(first, MinivllmError):
             raise first
@@ -142,7 +139,7 @@ class _Channel:
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
         """Sends a request. Raises the refusal."""
-        live = LiveRequest(request.request_id, request.sampling_params.n, is_submitted=False)
+        live = LiveRequest(request.request_id, set(range(request.sampling_params.n)), is_submitted=False)
         self.router.add(live)
         stream = RequestStream(self.router, live)
         try:
@@ -180,7 +177,7 @@ class _Channel:
             await asyncio.sleep(ABORT_RETRY_INTERVAL_S)
 
     async def _read(self) -> None:
-        error = EngineDeadError("the engine has ended")
+        error: MinivllmError = EngineDeadError("the connection to the engine was closed")
         try:
             while True:
                 message = await _typed(anext(self._response))
@@ -188,10 +185,8 @@ class _Channel:
                     self._settings = message
                 else:
                     self.router.deliver(message, time.monotonic())
-        except StopAsyncIteration:
-            pass
         except MinivllmError as reason:
-            error = EngineDeadError(f"the connection to the engine broke: {reason}")
+            error = reason
         finally:
             self.close(error)
 
@@ -221,12 +216,14 @@ def in_own_context(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Resul
 
 
 async def _typed(response: Any) -> Any:
-    """Awaits a response of the engine. Raises EngineDeadError for any error of Ray's, and for a cancellation that
-    does not come from the caller."""
+    """Awaits a response of the engine. Raises EngineDeadError for the end of a stream, for any error of Ray's, and for
+    a cancellation that does not come from the caller."""
     try:
         return await response
-    except (MinivllmError, StopAsyncIteration):
+    except MinivllmError:
         raise
+    except StopAsyncIteration:
+        raise EngineDeadError("the engine has ended") from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -6,14 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
-from minivllm.actors.transport.messages import (
-    INTER_TOKEN_LATENCY,
-    REQUEST_LATENCY,
-    TIME_TO_FIRST_TOKEN,
-    Histogram,
-)
+from minivllm.actors.transport.messages import INTER_TOKEN_LATENCY, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
 from minivllm.core.errors import InvalidRequestError, MinivllmError
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sequence import FinishReason
@@ -89,15 +84,13 @@ def merge(first: RequestOutput, second: RequestOutput) -> None:
     first.stop_token_id = second.stop_token_id
 
 
+@dataclass(slots=True)
 class Latencies:
     """Observes the token times of one request in the engine's histograms. Times are seconds of `time.monotonic()`."""
 
-    __slots__ = ("_arrival", "_histograms", "_last")
-
-    def __init__(self, histograms: dict[str, Histogram], arrival: float) -> None:
-        self._histograms = histograms
-        self._arrival = arrival
-        self._last: dict[int, float] = {}
+    _histograms: dict[str, Histogram]
+    _arrival: float
+    _last: dict[int, float] = field(default_factory=dict)
 
     def tokens_arrived(self, index: int, count: int, now: float) -> None:
         """`count` tokens of sample `index` came together: they share the time since the one before."""
@@ -117,17 +110,13 @@ class LiveRequest:
     """A request until its last terminal output has been delivered."""
 
     request_id: str
-    num_samples: InitVar[int]
+    open_samples: set[int]
+    """Samples that have not ended."""
     collector: RequestOutputCollector = field(default_factory=RequestOutputCollector)
     latencies: Latencies | None = None
     is_submitted: bool = True
     """False in a client until the engine has accepted the request."""
     is_aborted: bool = False
-    open_samples: set[int] = field(init=False)
-    """Samples that have not ended."""
-
-    def __post_init__(self, num_samples: int) -> None:
-        self.open_samples = set(range(num_samples))
 
 
 class OutputRouter:
@@ -172,10 +161,10 @@ class OutputRouter:
         if live.is_submitted:
             self._send_abort(request_id, index)
 
-    def abort_all(self, collector: RequestOutputCollector | None = None) -> None:
-        """Aborts all requests, or those of one collector."""
+    def abort_all(self, collector: RequestOutputCollector) -> None:
+        """Aborts the requests of one collector."""
         for live in list(self._live.values()):
-            if collector is None or live.collector is collector:
+            if live.collector is collector:
                 self.abort(live.request_id)
 
     def abort_unread(self, timeout_s: float) -> None:
@@ -213,14 +202,12 @@ class OutputRouter:
             live.open_samples.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class RequestStream:
     """The outputs of one submitted request, for one consumer on the router's asyncio loop."""
 
-    __slots__ = ("_live", "_router")
-
-    def __init__(self, router: OutputRouter, live: LiveRequest) -> None:
-        self._router = router
-        self._live = live
+    _router: OutputRouter
+    _live: LiveRequest
 
     async def take(self) -> list[RequestOutput]:
         """Waits for outputs; returns all since the last call, one per sample. Empty once every sample has ended."""
