@@ -38,8 +38,6 @@ REPLICA_ENV_VARS = {
     "GOMP_SPINCOUNT": "20000",
 }
 
-API_KEYS_VARIABLE = "MINIVLLM_API_KEYS"
-
 COMMON_OPTIONS: dict[str, Any] = {
     # A failed engine refuses everything until it is replaced, which takes Serve three failed checks.
     "health_check_period_s": 1,
@@ -54,9 +52,9 @@ def build_app(args: AppArgs) -> Application:
 
     Keys may come from the environment as MINIVLLM_API_KEYS, separated by commas: Ray writes `args` into its logs.
     """
-    keys = os.environ.get(API_KEYS_VARIABLE, "")
-    if keys and not args.api_keys:
-        args = args.model_copy(update={"api_keys": tuple(key.strip() for key in keys.split(",") if key.strip())})
+    keys = os.environ.get("MINIVLLM_API_KEYS", "").split(",")
+    if not args.api_keys:
+        args = args.model_copy(update={"api_keys": tuple(key.strip() for key in keys if key.strip())})
     return bind_app(args)
 
 
@@ -64,7 +62,6 @@ def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] 
     """Returns the application with another `build_engine`, which must be importable where the replicas run."""
     metrics = serve.deployment(
         Metrics,
-        name="Metrics",
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=2,
         logging_config=NO_ACCESS_LOG,
@@ -74,7 +71,6 @@ def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] 
     device = _choose_device(args.device)
     engine = serve.deployment(
         Engine,
-        name="Engine",
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_timeout_s=30,
@@ -102,14 +98,9 @@ def _choose_device(device: str) -> str:
     `device: cuda`. The engine needs an explicit "cpu": Ray does not hide GPUs from actors that reserve none."""
     if device != "auto":
         return device
-    if not ray.is_initialized():
-        return "cpu"
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    return "cuda" if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
 def _actor_options(*, num_cpus: float, num_gpus: float = 0, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
-    return {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "runtime_env": {"env_vars": REPLICA_ENV_VARS | (env_vars or {})},
-    }
+    runtime_env = {"env_vars": REPLICA_ENV_VARS | (env_vars or {})}
+    return {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": runtime_env}

@@ -90,9 +90,8 @@ class AppArgs(EngineConfig):
 
     def engine_config(self, **changes: Any) -> EngineConfig:
         """Returns the engine's part, with `changes`."""
-        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return EngineConfig(**(values | changes))
+        return EngineConfig(**(self.model_dump(include=set(EngineConfig.model_fields)) | changes))
 
     def live_settings(self) -> LiveSettings:
         """Returns the settings in force when there is no `user_config`."""
-        return LiveSettings(**{name: getattr(self, name) for name in LiveSettings.model_fields})
+        return LiveSettings.model_validate(self, from_attributes=True)
