@@ -62,13 +62,9 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
 
 class Engine:
-    """Token ids in, token ids out. `EngineLoop` describes its two threads.
+    """Token ids in, token ids out. `EngineLoop` describes its two threads; `build_engine` runs in the step thread.
 
-    Args:
-        config: the model and how to run it.
-        settings: the live settings while there is no `user_config`.
-        metrics: the Metrics deployment.
-        build_engine: makes the engine from its config. Runs in the step thread.
+    `settings` are the live settings while there is no `user_config`.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it: its loop stays responsive while the model loads
@@ -94,7 +90,7 @@ class Engine:
         self._publishing = asyncio.create_task(publishing)
         logger.info(
             "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
-            self.loop.engine_id,
+            self._info.engine_id,
             time.monotonic() - started,
             self._info.model,
             self._info.num_blocks,
@@ -106,15 +102,15 @@ class Engine:
 
     async def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
         """Opens a channel. It ends with the engine; when the client ends it, the client's requests are aborted."""
-        if self.loop.is_dead:
+        if self.loop.state.is_dead:
             yield EngineDeadError("the engine has failed and is being replaced")
             return
         collector = self._channels[channel_id] = RequestOutputCollector()
         sent = None
         try:
             while not (collector.is_closed and collector.is_empty):
-                if sent is not self.loop.settings:
-                    sent = self.loop.settings
+                if sent is not self.loop.state.settings:
+                    sent = self.loop.state.settings
                     yield sent
                 if outputs := await collector.take():
                     yield outputs
@@ -201,8 +197,8 @@ class Engine:
             num_blocks=engine.block_manager.num_blocks,
             config=config,
             version=minivllm.__version__,
-            engine_id=self.loop.engine_id,
-            started_at=self.loop.started_at,
+            engine_id=self.loop.state.engine_id,
+            started_at=self.loop.state.started_at,
             generation_defaults=dict(runner.generation_defaults),
         )
 

@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.config import LiveSettings
@@ -44,11 +45,9 @@ class EngineLoop:
     """Runs an engine in a thread of its own. Create it, `start` it and use it on one asyncio loop.
 
     Args:
-        build_engine: called in the thread; loads the model. `start` raises its exceptions.
-        settings: the settings in force until `apply` changes them.
-        on_change: called on the loop when `last_snapshot` has changed: at most once per `snapshot_interval_s`, and once
-            when the engine becomes idle.
-        on_death: called on the loop once, when the engine has failed or was stopped.
+        build_engine: called in the thread. `start` raises its exceptions.
+        on_change: called at most once per `snapshot_interval_s`, and once when the engine becomes idle.
+        on_death: called once, when the engine has failed or was stopped.
     """
 
     def __init__(
@@ -60,18 +59,13 @@ class EngineLoop:
         on_death: Callable[[], None] = lambda: None,
         snapshot_interval_s: float = 0.25,
     ) -> None:
-        self.settings = settings
-        self.engine_id = uuid.uuid4().hex[:12]
-        self.started_at = 0.0
-        self.model = ""
+        engine_id = uuid.uuid4().hex[:12]
+        self.state = EngineSnapshot(EngineStats(), engine_id, histograms=empty_histograms(), settings=settings)
         self.router = OutputRouter(self._send_abort)
         self._build_engine = build_engine
         self._on_change = on_change
         self._on_death = on_death
         self._snapshot_interval_s = snapshot_interval_s
-        self._snapshot_number = 0
-        self._stats = EngineStats()
-        self._histograms = empty_histograms()
         self._death: EngineDeadError | None = None
         # Shared with the thread.
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
@@ -104,29 +98,15 @@ class EngineLoop:
         self._raise_if_dead()
         now = time.monotonic()
         samples = set(range(request.sampling_params.n))
-        live = LiveRequest(request.request_id, samples, collector, Latencies(self._histograms, now))
-
-        def add(engine: LLMEngine) -> None:
-            engine.add_request(
-                request.request_id,
-                request.prompt_token_ids,
-                request.sampling_params,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                arrival_time=now,
-            )
-
+        live = LiveRequest(request.request_id, samples, collector, Latencies(self.state.histograms, now))
+        arguments = {one.name: getattr(request, one.name) for one in fields(request)}
         self.router.add(live)
-        added = self._put(add)
+        added = self._put(lambda engine: engine.add_request(**arguments, arrival_time=now))
         added.add_done_callback(lambda _: self.router.refused(live) if added.exception() else None)
         if collector.is_closed:
             self.router.abort(live.request_id)
         await asyncio.shield(added)  # if the caller is cancelled, a refusal still ends the request
         return live
-
-    @property
-    def is_dead(self) -> bool:
-        return self._death is not None
 
     async def call(self, work: Callable[[LLMEngine], T]) -> T:
         """Runs `work(engine)` in the thread, between two steps. Raises its exceptions."""
@@ -137,28 +117,19 @@ class EngineLoop:
         """Puts new settings in force between two steps."""
         limits = settings.model_dump(include={"max_waiting_requests", "max_waiting_tokens"})
         await self.call(lambda engine: engine.apply_settings(**limits))
-        self.settings = settings
+        self.state.settings = settings
 
     async def snapshot(self) -> EngineSnapshot:
         """Returns a snapshot taken between two steps; of a dead engine, the last one."""
         with contextlib.suppress(EngineDeadError):
-            self._stats = await self.call(lambda engine: engine.stats())
+            self.state.stats = await self.call(lambda engine: engine.stats())
         return self.last_snapshot()
 
     def last_snapshot(self) -> EngineSnapshot:
         """Returns a snapshot with the statistics known so far."""
-        self._snapshot_number += 1
-        return EngineSnapshot(
-            stats=self._stats,
-            engine_id=self.engine_id,
-            number=self._snapshot_number,
-            time=time.time(),
-            started_at=self.started_at,
-            model=self.model,
-            is_dead=self.is_dead,
-            histograms=copy.deepcopy(self._histograms),
-            settings=self.settings,
-        )
+        self.state.number += 1
+        self.state.time = time.time()
+        return copy.deepcopy(self.state)
 
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine failed, its thread ended, or a step takes longer than stall_timeout_s.
@@ -166,7 +137,7 @@ class EngineLoop:
         Looks at progress only: a long queue or a slow model is not a fault. A stuck engine is abandoned: its requests
         end with the error, even if the step returns later.
         """
-        busy_since, timeout_s = self._busy_since, self.settings.stall_timeout_s
+        busy_since, timeout_s = self._busy_since, self.state.settings.stall_timeout_s
         if busy_since is not None and time.monotonic() - busy_since > timeout_s:
             self._is_stopping = True
             self._die(EngineDeadError(f"the engine has been in one step for over {timeout_s:g} s"))
@@ -197,7 +168,7 @@ class EngineLoop:
         for result in results:
             _settle(*result)
         if stats is not None:
-            self._stats = stats
+            self.state.stats = stats
             self._on_change()
         if is_dead:
             self._die(EngineDeadError("the engine is dead: a step failed"))
@@ -206,7 +177,7 @@ class EngineLoop:
         """Ends every request and pending call with `error`: the thread has ended or is abandoned."""
         if self._death is not None:
             return
-        self._death = error
+        self._death, self.state.is_dead = error, True
         while not self._inbox.empty():
             _, future = self._inbox.get_nowait()
             _settle(future, None, error)
@@ -223,8 +194,8 @@ class EngineLoop:
         except BaseException as error:
             self._post(_settle, self._ready, None, error)
             return
-        self.model, self._precompile = engine.config.model, engine.model_runner.precompile
-        self.started_at = time.time()
+        self._precompile = engine.model_runner.precompile
+        self.state.model, self.state.started_at = engine.config.model, time.time()
         self._post(_settle, self._ready, None, None)
         try:
             self._step_forever(engine)

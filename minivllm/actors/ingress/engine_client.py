@@ -34,10 +34,7 @@ class EngineClient:
 
     Every method raises typed errors (minivllm.core.errors): InvalidRequestError, NeverFitsError and
     EngineOverloadedError for a request that was refused, EngineDeadError when the engine died or cannot be reached.
-
-    Args:
-        engine: handle of the deployment `Engine`.
-        connect_timeout_s: how long a request waits for an engine that is starting.
+    A request waits up to `connect_timeout_s` for an engine that is starting.
     """
 
     def __init__(self, engine: DeploymentHandle[Any], *, connect_timeout_s: float = 5.0) -> None:

@@ -33,13 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """Serves an ASGI application from the running event loop.
-
-    Args:
-        app: answers at `/`, whatever `route_prefix` it has in Serve.
-        host: address to listen on.
-        port: 0 takes a free one.
-    """
+    """Serves an ASGI application at `/` from the running event loop. Port 0 takes a free one."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         self.host = host

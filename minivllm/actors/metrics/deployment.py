@@ -30,12 +30,9 @@ class HistoryPoint:
 
 
 class Metrics:
-    """The newest snapshot and a bounded history. The engine sends every change.
+    """The newest snapshot and a history of `history_size` points. A stretch without changes takes two points.
 
     Every snapshot has the engine's cumulative counters, so that a new actor is complete after the first one.
-
-    Args:
-        history_size: points kept. A stretch without changes takes two points.
     """
 
     def __init__(self, history_size: int) -> None:

@@ -39,7 +39,7 @@ class ChannelClosedError(MinivllmError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to the engine, in token ids. `request_id` must be unique among the live requests."""
+    """The arguments of `LLMEngine.add_request`. `request_id` must be unique among the live requests."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -16,6 +16,7 @@ from minivllm.core.sequence import FinishReason
 logger = logging.getLogger("minivllm.engine")
 
 
+@dataclass(slots=True, eq=False)
 class RequestOutputCollector:
     """A queue with at most one output per sample: an output is merged into the one that already waits.
 
@@ -23,13 +24,10 @@ class RequestOutputCollector:
     its tokens. Belongs to one asyncio loop and has one consumer.
     """
 
-    __slots__ = ("_last_taken", "_outputs", "_waiter", "is_closed")
-
-    def __init__(self) -> None:
-        self.is_closed = False
-        self._outputs: dict[tuple[str, int], RequestOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._last_taken = time.monotonic()
+    is_closed: bool = False
+    _outputs: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
+    _waiter: asyncio.Future[None] | None = None
+    _last_taken: float = field(default_factory=time.monotonic)
 
     def push(self, output: RequestOutput) -> None:
         key = (output.request_id, output.index)
@@ -122,10 +120,8 @@ class LiveRequest:
 class OutputRouter:
     """Delivers outputs to the collectors of their requests, and aborts requests. Belongs to one asyncio loop.
 
-    An aborted request stays until its terminal outputs have come, so that its id is not used again before.
-
-    Args:
-        send_abort: called once per request or sample to abort, with `request_id` and `index` (None: all samples).
+    An aborted request stays until its terminal outputs have come, so that its id is not used again before. `send_abort`
+    is called once per request or sample to abort, with `request_id` and `index` (None: all samples).
     """
 
     def __init__(self, send_abort: Callable[[str, int | None], None]) -> None:
