@@ -47,10 +47,7 @@ def use_batch_cpu_policy_in_proxy() -> list[Middleware]:
 
 
 def freeze_gc() -> None:
-    """Exempts all objects that exist now from garbage collection.
-
-    A pass over the model and the libraries would pause every stream.
-    """
+    """Exempts all objects that exist now from garbage collection: a pass over the model would pause every stream."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)

@@ -88,15 +88,9 @@ class Engine:
         self._info = await self.loop.call(self._describe)
         publishing = publish_snapshots(self.loop.last_snapshot, changed, self._send_snapshot)
         self._publishing = asyncio.create_task(publishing)
-        logger.info(
-            "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
-            self._info.engine_id,
-            time.monotonic() - started,
-            self._info.model,
-            self._info.num_blocks,
-            self._info.block_size,
-            self._info.max_model_len,
-        )
+        info, seconds = self._info, time.monotonic() - started
+        sizes = f"{info.num_blocks} blocks of {info.block_size} tokens, context of {info.max_model_len} tokens"
+        logger.info("engine %s ready in %.1f s: %s, %s", info.engine_id, seconds, info.model, sizes)
 
     # ---- requests ----
 
