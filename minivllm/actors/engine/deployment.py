@@ -32,7 +32,7 @@ from minivllm.actors.process import freeze_gc, log_to_stderr
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo
 from minivllm.actors.transport.output_router import RequestOutputCollector
 from minivllm.core.config import EngineConfig
-from minivllm.core.errors import EngineDeadError, MinivllmError
+from minivllm.core.errors import MinivllmError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -96,10 +96,7 @@ class Engine:
 
     async def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
         """Opens a channel. It ends with the engine; when the client ends it, the client's requests are aborted."""
-        if self.loop.state.is_dead:
-            yield EngineDeadError("the engine has failed and is being replaced")
-            return
-        collector = self._channels[channel_id] = RequestOutputCollector()
+        collector = self._channels[channel_id] = RequestOutputCollector(is_closed=self.loop.state.is_dead)
         sent = None
         try:
             while not (collector.is_closed and collector.is_empty):

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
@@ -63,13 +63,11 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """What never changes while one engine lives; waits for an engine that is still loading."""
-        info: EngineInfo = await _typed(self._call.info.remote())
-        return info
+        return cast(EngineInfo, await _typed(self._call.info.remote()))
 
     async def stats(self) -> EngineSnapshot:
         """Returns a snapshot taken now, between two steps."""
-        snapshot: EngineSnapshot = await _typed(self._call.stats.remote())
-        return snapshot
+        return cast(EngineSnapshot, await _typed(self._call.stats.remote()))
 
     def count_never_fits(self) -> None:
         """Makes the engine count a prompt that can never fit and was not sent to it. Does not wait."""
@@ -123,8 +121,6 @@ class _Channel:
             if isinstance(error, TimeoutError):
                 raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
             raise
-        if isinstance(first, MinivllmError):
-            raise first
         return cls(channel_id, response, call, first)
 
     def close(self, error: MinivllmError) -> None:
@@ -220,7 +216,7 @@ async def _typed(response: Any) -> Any:
     except MinivllmError:
         raise
     except StopAsyncIteration:
-        raise EngineDeadError("the engine has ended") from None
+        raise EngineDeadError("the engine has ended and is being replaced") from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -28,9 +28,8 @@ _HISTOGRAM_BOUNDS = {
     REQUEST_LATENCY: (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 900.0),
 }
 
-ChannelMessage = LiveSettings | list[RequestOutput] | MinivllmError
-"""What a channel carries from the engine to a client: the settings in force first and after each change, then outputs.
-An error is the only message of a channel that the engine refuses to open."""
+ChannelMessage = LiveSettings | list[RequestOutput]
+"""What a channel carries from the engine to a client: the settings, at first and after each change, and outputs."""
 
 
 class ChannelClosedError(MinivllmError):
@@ -108,4 +107,3 @@ class EngineSnapshot:
     is_dead: bool = False
     histograms: dict[str, Histogram] = field(default_factory=dict)
     settings: LiveSettings = field(default_factory=LiveSettings)
-    """The settings in force."""
