@@ -54,10 +54,7 @@ def freeze_gc() -> None:
 
 
 def log_to_stderr() -> None:
-    """Sends minivllm's log records from INFO on to stderr, which Ray forwards to the output of `serve run`.
-
-    Serve adds a handler to its own loggers only.
-    """
+    """Sends minivllm's log records from INFO on to stderr, which Ray forwards. Serve does it for its own loggers."""
     logger = logging.getLogger("minivllm")
     logger.setLevel(logging.INFO)
     if not logger.handlers:

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray import serve
 from starlette.types import ASGIApp
@@ -139,8 +139,7 @@ class Ingress:
 
     async def metrics_history(self, last: int | None = None) -> list[HistoryPoint]:
         """Returns block counts and rejections over time from the Metrics deployment, oldest first."""
-        points: list[HistoryPoint] = await self._metrics.history.remote(last)
-        return points
+        return cast("list[HistoryPoint]", await self._metrics.history.remote(last))
 
 
 def _load_tokenizer(args: AppArgs) -> Tokenizer:
