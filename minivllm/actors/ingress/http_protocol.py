@@ -20,7 +20,7 @@ _INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
 _UPGRADE_HEADERS = frozenset({b"connection", b"http2-settings", b"upgrade"})
 
 
-class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # untyped
+class _Parser(httptools.HttpRequestParser):
     """Hands a request that offers an upgrade to a new parser, without the offer."""
 
     def __init__(self, protocol: HttpProtocol) -> None:
@@ -28,7 +28,7 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # untyped
         self._protocol = protocol
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # uvicorn feeds bytes only
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
