@@ -39,7 +39,11 @@ def mistakes(path: Path) -> Iterator[str]:
         if isinstance(args, dict) and args.get("http_port") == proxy_port:
             yield f"args.http_port: {proxy_port} is the port of Serve's proxy (http_options); choose another one"
         for deployment in _dicts_in(application, "deployments"):
-            if deployment.get("name") == "Engine":
+            name = deployment.get("name")
+            is_scaled = deployment.get("num_replicas", 1) != 1 or deployment.get("autoscaling_config")
+            if name in ("Engine", "Metrics") and is_scaled:
+                yield f"deployments: {name} runs as one replica; num_ingress_replicas scales the ingress"
+            if name == "Engine":
                 yield from _validate(LiveSettings, deployment.get("user_config") or {}, "user_config")
 
 
@@ -86,15 +90,17 @@ def _validate(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
             yield f"{'.'.join((where, *map(str, one['loc'])))}: {one['msg'].removeprefix('Value error, ')}"
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
+def check(file: str) -> None:
+    """Exits with the mistakes of a configuration file on stderr, if there are any."""
+    path = Path(file)
     found = list(mistakes(path))
     if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run this application already
         found = list(taken_ports(path))
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")
-    sys.exit(bool(found))
+    if found:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    check(sys.argv[1])

@@ -32,6 +32,8 @@ def test_shipped_configurations_have_no_mistakes(path: str) -> None:
         ),
         ("    args: {http_port: 8000}", "args.http_port: 8000 is the port of Serve's proxy"),
         ("    args: {http_port: 7000, num_ingress_replicas: 2}", "args: http_port: only one ingress can have it"),
+        ("    deployments: [{name: Engine, num_replicas: 2}]", "deployments: Engine runs as one replica"),
+        ("    deployments: [{name: Metrics, num_replicas: auto}]", "deployments: Metrics runs as one replica"),
         ("    args: [", "it cannot be read"),
     ],
     ids=[
@@ -41,6 +43,8 @@ def test_shipped_configurations_have_no_mistakes(path: str) -> None:
         "unknown live setting",
         "port of the proxy",
         "port of several ingresses",
+        "several engines",
+        "several metrics actors",
         "invalid YAML",
     ],
 )
