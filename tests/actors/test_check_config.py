@@ -32,6 +32,8 @@ def test_shipped_configurations_have_no_mistakes(path: str) -> None:
         ),
         ("    args: {http_port: 8000}", "args.http_port: 8000 is the port of Serve's proxy"),
         ("    args: {http_port: 7000, num_ingress_replicas: 2}", "args: http_port: only one ingress can have it"),
+        ("    deployments: [{name: Engine, num_replicas: 2}]", "deployments: Engine runs as one replica"),
+        ("    deployments: [{name: Metrics, num_replicas: auto}]", "deployments: Metrics runs as one replica"),
         ("    args: [", "it cannot be read"),
     ],
     ids=[
@@ -41,6 +43,8 @@ def test_shipped_configurations_have_no_mistakes(path: str) -> None:
         "unknown live setting",
         "port of the proxy",
         "port of several ingresses",
+        "several engines",
+        "several metrics actors",
         "invalid YAML",
     ],
 )
@@ -68,12 +72,10 @@ def test_arguments_of_other_applications_are_not_checked(tmp_path: Path) -> None
     ["", "[]", "applications: 3", "applications: [a]", APPLICATION + "    deployments: [a]"],
     ids=["empty", "list", "applications: 3", "applications: [a]", "deployments: [a]"],
 )
-def test_malformed_files_are_left_to_serve(text: str, tmp_path: Path) -> None:
-    """Serve reports the malformed file itself."""
+def test_files_of_another_form_are_reported(text: str, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
-    assert list(mistakes(path)) == []
-    list(taken_ports(path))
+    assert list(mistakes(path))
 
 
 def test_missing_file_exits_with_an_error_message(tmp_path: Path) -> None:

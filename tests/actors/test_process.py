@@ -121,7 +121,7 @@ from minivllm.actors import process
 def forbidden(*arguments):
     raise PermissionError
 os.sched_setscheduler = forbidden
-assert process.use_batch_cpu_policy_in_proxy() == []
+assert process.set_up_proxy() == []
 del os.SCHED_BATCH
 process.use_batch_cpu_policy()
 """

@@ -1,4 +1,4 @@
-"""`serve run` on a configuration file with a mistake."""
+"""A configuration file run by `serve run` and by `make serve`: mistakes, failed starts, signals."""
 
 from __future__ import annotations
 
@@ -8,37 +8,82 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tests.conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVE_RUN = (str(Path(sys.executable).parent / "serve"), "run")
+MAKE_SERVE = (sys.executable, "-m", "minivllm.actors.run")
 
 
 def test_serve_run_prints_the_unknown_argument_and_a_suggestion(tmp_path: Path) -> None:
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = free_port()
-    config["applications"][0]["args"] = {"blok_size": 32}
-    broken = tmp_path / "serve_config.yaml"
-    broken.write_text(yaml.safe_dump(config))
-    output = run_until(broken, "did you mean 'block_size'?")
+    config = configuration(tmp_path, blok_size=32)
+    output, _ = run_until(SERVE_RUN, config, "did you mean 'block_size'?", signal.SIGINT)
     assert "unknown argument 'blok_size'; did you mean 'block_size'?" in output
 
 
-def run_until(config: Path, words: str, seconds: float = 120.0) -> str:
-    """Runs the command until it prints `words`, interrupts it, and returns its complete output."""
+def test_model_that_cannot_be_loaded_ends_the_start_with_the_reason_in_the_last_line(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with running(MAKE_SERVE, configuration(tmp_path, model=str(folder), num_blocks=64)) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the application 'minivllm' cannot be started: " in output.splitlines()[-1]
+    assert str(folder) in output.splitlines()[-1]
+
+
+def test_sigterm_ends_a_server_whose_shell_ignores_sigint(tmp_path: Path) -> None:
+    config = configuration(tmp_path, num_blocks=64)
+    output, code = run_until(MAKE_SERVE, config, "minivllm.engine -- engine", signal.SIGTERM, ignore_sigint=True)
+    assert code == 0
+    assert "Traceback" not in output
+    assert "SIGTERM" not in output
+
+
+def configuration(folder: Path, **args: Any) -> Path:
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    config["applications"][0]["args"] = args
+    path = folder / "serve_config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@contextmanager
+def running(command: tuple[str, ...], config: Path, *, ignore_sigint: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Runs the command on its own Ray."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if ignore_sigint else None
     with tempfile.TemporaryDirectory(prefix="mv-") as folder:  # a short path: Ray puts sockets there
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "serve", "run", str(config)],
+            [*command, str(config)],
             cwd=ROOT,
             env=os.environ | {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        deadline = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
+        if ignore_sigint:
+            signal.signal(signal.SIGINT, before)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def run_until(
+    command: tuple[str, ...], config: Path, words: str, end: signal.Signals, *, ignore_sigint: bool = False
+) -> tuple[str, int]:
+    """Runs the command until it prints `words`, ends it by a signal, and returns its complete output and exit code."""
+    with running(command, config, ignore_sigint=ignore_sigint) as process:
+        deadline = threading.Timer(120, process.send_signal, [end])
         deadline.start()
         lines = []
         assert process.stdout is not None
@@ -46,7 +91,7 @@ def run_until(config: Path, words: str, seconds: float = 120.0) -> str:
             lines.append(line)
             if words in line:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(end)
         rest, _ = process.communicate(timeout=60)
         deadline.cancel()
-        return "".join(lines) + rest
+        return "".join(lines) + rest, process.returncode

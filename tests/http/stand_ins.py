@@ -10,11 +10,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import uvicorn
-
 from minivllm.actors.config import AppArgs
 from minivllm.actors.engine.deployment import Engine
 from minivllm.actors.ingress.engine_client import EngineClient
+from minivllm.actors.ingress.http_server import HttpServer
 from minivllm.actors.openai.http.app import make_http_app
 from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.transport.messages import EngineInfo, EngineSnapshot, GenerateRequest
@@ -190,7 +189,8 @@ class LocalServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(30)
 
     @property
@@ -224,6 +224,7 @@ class LocalServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         if self._build is not None:
             self.engine = LocalEngine(await started_engine(self._build))
         self.service = GenerationService(
@@ -232,16 +233,12 @@ class LocalServer:
         if self.engine is not None:
             await self.service.ready()
         app = make_http_app(self.service)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
-        )
-        serving = asyncio.create_task(self._server.serve())
-        while not self._server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
-            await asyncio.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.base_url = f"http://127.0.0.1:{port}"
+        server = HttpServer(app, "127.0.0.1", 0)
+        await server.open()
+        self.base_url = f"http://127.0.0.1:{server.port}"
         self._started.set()
-        await serving
+        await self._stop.wait()
+        await server.close(lambda: None)
         if self.engine is not None:
             self.engine.stop()
 

@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from minivllm.actors.ingress.http_protocol import HttpProtocol
+
 BIND_TIMEOUT_S = 15.0
 """Serve gives a replica ten seconds to stop; its port is in use until then."""
 GRACE_S = 7.0
@@ -39,7 +41,9 @@ class HttpServer:
         self.host = host
         self.port = port
         quiet: dict[str, Any] = {"access_log": False, "log_config": None, "log_level": "warning"}
-        config = uvicorn.Config(app, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
+        config = uvicorn.Config(
+            app, http=HttpProtocol, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **quiet
+        )
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from minivllm.core.cache_folder import cache_folder
 from minivllm.core.native.bindings import declare
 from minivllm.core.native.packing import check_amx
 
@@ -53,18 +54,13 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 def _library_path() -> Path:
     """Returns the path of the compiled library, compiled now if it is not in the cache."""
     compiler = _compiler()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minivllm"
+    folder = cache_folder()
+    if folder is None:
+        logger.warning("there is no writable cache folder: the native CPU kernels are rebuilt at every start")
+        folder = Path(tempfile.mkdtemp(prefix="minivllm-"))
     path = folder / f"kernels-{_fingerprint(compiler)}.so"
     if path.exists():
         return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(folder, os.W_OK)
-    except OSError:
-        is_writable = False
-    if not is_writable:
-        logger.warning("%s is not writable: the native CPU kernels are rebuilt at every start", folder)
-        path = Path(tempfile.mkdtemp(prefix="minivllm-")) / path.name
     _compile(compiler, path)
     return path
 

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from minivllm.core.cache_folder import cache_folder
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError
 from minivllm.core.models.location import ModelLocation, resolve_tokenizer
@@ -314,18 +315,19 @@ def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
 
 
 def _tokenizer_cache_dir(gguf_path: Path) -> Path | None:
-    """Returns the cache folder of this file and version of transformers, None without a home directory."""
+    """Returns the cache folder of this file and version of transformers, None without a cache folder."""
     try:
         status = gguf_path.stat()
         with gguf_path.open("rb") as file:
             head = file.read(1 << 20)
-        chosen = os.environ.get("XDG_CACHE_HOME")
-        root = Path(chosen) if chosen else Path.home() / ".cache"
-    except (OSError, RuntimeError):
+    except OSError:
+        return None
+    folder = cache_folder()
+    if folder is None:
         return None
     facts = json.dumps([1, gguf_path.name, status.st_size, status.st_mtime_ns, version("transformers")])
     digest = hashlib.sha256(facts.encode() + head).hexdigest()[:32]
-    return root / "minivllm" / "tokenizers" / digest
+    return folder / "tokenizers" / digest
 
 
 def _save_to_cache(tokenizer: Any, cache_dir: Path) -> None:

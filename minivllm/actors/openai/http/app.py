@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -21,7 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 import minivllm
 from minivllm.actors.metrics.prometheus import CONTENT_TYPE, render_prometheus
-from minivllm.actors.openai.http.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from minivllm.actors.openai.http.middleware import (
+    ApiKeyMiddleware,
+    ClientVariantsMiddleware,
+    RequestIdMiddleware,
+)
 from minivllm.actors.openai.protocol import responses
 from minivllm.actors.openai.protocol.errors import (
     RequestTooLargeError,
@@ -98,6 +103,7 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
         )
     if echo_request_id:
         app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(ClientVariantsMiddleware)
     return app
 
 
@@ -259,6 +265,9 @@ class _JsonRequest(Request):
     async def read(cls, request: Request) -> _JsonRequest:
         """Raises RequestTooLargeError, UnsupportedMediaTypeError or InvalidRequestError."""
         body = await _read_body(request, request.app.state.max_request_bytes)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedMediaTypeError(f"Content-Encoding: {shorten(encoding)} is not supported; send plain JSON")
         content_type = request.headers.get("content-type", "")
         # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
         media_type = content_type.partition(";")[0].strip().lower()
@@ -268,7 +277,7 @@ class _JsonRequest(Request):
             )
         read = cls({**request.scope, "headers": ()}, request.receive)
         try:
-            read.content = from_json(body)
+            read.content = from_json(body.removeprefix(codecs.BOM_UTF8))
         except ValueError as error:
             raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
         if not isinstance(read.content, dict):

@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys and request ids."""
+"""ASGI middleware: API keys, request ids, and what clients other than SDKs send."""
 
 from __future__ import annotations
 
@@ -68,3 +68,41 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class ClientVariantsMiddleware:
+    """Answers HEAD as GET, ignores slashes at the end of a path, and sends HTTP/1.0 clients no chunked encoding.
+
+    The HTTP server drops the body of an answer to HEAD.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
+            if scope["http_version"] == "1.0":
+                send = _WholeBody(send)
+        await self._app(scope, receive, send)
+
+
+class _WholeBody:
+    """Sends a response when it is complete, with its length."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message = {}
+        self._body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if not message.get("more_body", False):
+            headers = [header for header in self._start["headers"] if header[0] != b"content-length"]
+            headers.append((b"content-length", b"%d" % len(self._body)))
+            await self._send({**self._start, "headers": headers})
+            await self._send({**message, "body": bytes(self._body)})
