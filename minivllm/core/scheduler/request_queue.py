@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 from minivllm.core.sequence import Sequence, SequenceStatus
 
-QueueRank = tuple[int, bool, float, int]
+QueueRank = tuple[int, bool, float | None, int]
 
 
 def queue_rank(sequence: Sequence) -> QueueRank:
