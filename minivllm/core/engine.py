@@ -6,7 +6,6 @@ A step is: schedule, execute, update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,29 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes the steps: the ModelRunner, or a fake in tests.
+    """What computes the steps: the ModelRunner, or a fake in tests."""
 
-    Attributes:
-        num_blocks: usable blocks of the KV pool.
-        vocab_size: width of the logits: token ids from 0 up to this exist.
-        max_model_len: longest context of the model itself, in tokens.
-        eos_token_ids: tokens that end a text.
-        generation_defaults: fields of SamplingParams that the model's authors recommend.
-        default_token_budget: tokens per step that suit the device.
-    """
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-    @property
-    def default_token_budget(self) -> int: ...
+    num_blocks: int  # usable blocks of the KV pool
+    vocab_size: int  # width of the logits: token ids from 0 up to this exist
+    max_model_len: int  # longest context of the model itself, in tokens
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    generation_defaults: dict[str, Any]  # fields of SamplingParams that the model's authors recommend
+    default_token_budget: int  # tokens per step that suit the device
 
     def prepare(self, sequence: Sequence) -> None:
         """Makes what sampling this sequence needs. Raises InvalidRequestError if that cannot be done."""
@@ -205,7 +189,7 @@ class LLMEngine:
             num_used_blocks=manager.num_blocks - free,
             num_total_blocks=manager.num_blocks,
             num_cached_blocks=len(manager.pool.evictable),
-            num_running=scheduler.num_running,
+            num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             block_size=manager.block_size,
             max_model_len=scheduler.config.max_model_len,

@@ -218,7 +218,7 @@ class BlockManager:
             counts = f"{computed} are, {covered} are covered, {total} exist"
             raise IntegrityError(f"{name}: {num_tokens} tokens cannot be computed; {counts}", request_ids=(name,))
         sequence.num_computed_tokens = num_tokens
-        while self.enable_prefix_caching and (table.num_full_blocks + 1) * self.block_size <= num_tokens:
+        while (table.num_full_blocks + 1) * self.block_size <= num_tokens and self.enable_prefix_caching:
             # A block that duplicates a cached one stays uncached; the chain continues with the cached prefix.
             key = self._prefix_key(sequence, table.num_full_blocks, table.prefix)
             table.prefix = self.pool.find(key)

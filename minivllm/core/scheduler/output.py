@@ -44,11 +44,9 @@ class StepPlan:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is preempted after it was scheduled; a no-op for others."""
-        for index, scheduled in enumerate(self.scheduled):
-            if scheduled.sequence is sequence:
-                del self.scheduled[index]
-                self.budget += scheduled.end - scheduled.start
-                return
+        for scheduled in [one for one in self.scheduled if one.sequence is sequence]:
+            self.scheduled.remove(scheduled)
+            self.budget += scheduled.end - scheduled.start
 
     def freeze(self) -> SchedulerOutput:
         return SchedulerOutput(tuple(self.scheduled), self.token_budget - self.budget)

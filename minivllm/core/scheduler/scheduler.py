@@ -25,14 +25,12 @@ from minivllm.core.errors import (
     MinivllmError,
     NeverFitsError,
 )
-from minivllm.core.kv_cache.block_manager import BlockManager, PrefixMatch
+from minivllm.core.kv_cache.block_manager import BlockManager
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput, StepPlan
 from minivllm.core.scheduler.request_queue import RequestQueue
 from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
 from minivllm.core.stats import EngineStats, RejectionReason
-
-__all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput"]
 
 BYPASS_LOOKAHEAD = 8
 """Requests behind a blocked queue head that a step looks at, so that its cost is independent of the queue's length."""
@@ -44,11 +42,8 @@ class Scheduler:
     Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort` may
     be called between; an abort while a step is computed takes effect in `update_from_output`.
 
-    Args:
-        config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
-        block_manager: of the pool that the sequences run on.
-        eos_token_ids: tokens that end a sequence unless it ignores them.
-        on_end: called once with every sequence that ends.
+    `max_model_len` and `max_num_batched_tokens` default to the pool's tokens and 512. `eos_token_ids` end a sequence
+    unless it ignores them. `on_end` is called once with every sequence that ends.
     """
 
     def __init__(
@@ -84,10 +79,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def has_unfinished(self) -> bool:
         """Returns True until the last terminal output is taken."""
         return bool(self._live)
@@ -101,15 +92,28 @@ class Scheduler:
         then keeps nothing.
         """
         self.check_new(sequence)
-        self._check_fits(sequence)
+        length, max_model_len = sequence.num_prompt_tokens, self.config.max_model_len
+        if length + (sequence.sampling_params.max_tokens != 0) > max_model_len:
+            self.count_never_fits()
+            raise NeverFitsError(
+                f"the prompt has {length} tokens; the context of {max_model_len} tokens must hold it and at least one "
+                "token of output",
+                param="prompt",
+                num_prompt_tokens=length,
+                max_model_len=max_model_len,
+            )
         group = [sequence, *followers]
         if not self._waiting.has_room(group, self.config.max_waiting_requests, self.config.max_waiting_tokens):
-            self._count_rejection(RejectionReason.QUEUE_FULL)
+            self.stats.rejections[RejectionReason.QUEUE_FULL.value] += 1
             raise EngineOverloadedError(
                 f"the server is overloaded: {self.num_waiting} requests of {self._waiting.num_tokens} tokens wait"
             )
         for sample in group:
-            self._set_ends(sample)
+            params = sample.sampling_params
+            if not params.ignore_eos:
+                sample.stop_token_ids |= self.eos_token_ids
+            room = self.config.max_model_len - sample.num_prompt_tokens
+            sample.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._live[sequence.request_id] = group
         self.stats.requests_total += 1
         self.stats.prompt_tokens_total += sequence.num_prompt_tokens
@@ -126,6 +130,10 @@ class Scheduler:
             raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
         if sequence.request_id in self._live:
             raise InvalidRequestError(f"request id {sequence.request_id!r} is in use", param="request_id")
+
+    def count_never_fits(self) -> None:
+        """Counts a prompt that can never fit; the ingress also refuses some before they arrive here."""
+        self.stats.rejections[RejectionReason.NEVER_FITS.value] += 1
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it, in any state. Unknown and ended ids are a no-op."""
@@ -145,8 +153,7 @@ class Scheduler:
             if not sequence.is_finished:
                 with contextlib.suppress(IntegrityError):
                     self.block_manager.free_sequence(sequence)
-                output = self._output(sequence, SampleResult(error=error))
-                self._finish(sequence, output, FinishReason.ERROR)
+                self._finish(sequence, FinishReason.ERROR, SampleResult(error=error))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Returns the new outputs. The id of a request is free again once all its terminal outputs are taken."""
@@ -268,13 +275,13 @@ class Scheduler:
         A head that lacks blocks may be bypassed by requests of its own priority that fit, but by no more than
         `max_head_bypasses` in all; a preempted one is never bypassed.
         """
-        if not self._waiting.num_admissible:
+        if not self._waiting.admissible:
             return
         reserved = sum(map(self._num_reserved, self._running))
         blocked: Sequence | None = None
         position = 0
-        while position < self._waiting.num_admissible and position <= BYPASS_LOOKAHEAD:
-            sequence = self._waiting.at(position)
+        while position < len(self._waiting.admissible) and position <= BYPASS_LOOKAHEAD:
+            sequence = self._waiting.admissible[position]
             if blocked is not None and not self._may_bypass(sequence, blocked):
                 break
             reason = self._try_admit(plan, sequence, reserved)
@@ -285,7 +292,7 @@ class Scheduler:
                 continue
             if sequence.rejection_reason is None:  # one rejection per wait, under its first reason
                 sequence.rejection_reason = reason
-                self._count_rejection(reason)
+                self.stats.rejections[reason.value] += 1
             if reason not in (RejectionReason.NO_FREE_BLOCKS, RejectionReason.WATERMARK):
                 break
             blocked = blocked or sequence
@@ -305,7 +312,7 @@ class Scheduler:
         return max(0, -(-sequence.num_tokens // self.block_manager.block_size) - len(sequence.block_table))
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence, reserved: int) -> RejectionReason | None:
-        """Lets a waiting sequence run, or returns why it cannot."""
+        """Lets a waiting sequence run and schedules its first chunk, or returns why it cannot."""
         if len(self._running) >= self.config.max_num_seqs:
             return RejectionReason.MAX_NUM_SEQS
         # Every running sequence gets a token in every step, so no more may run than the budget has tokens.
@@ -313,12 +320,8 @@ class Scheduler:
             return RejectionReason.TOKEN_BUDGET
         match = self.block_manager.match_prefix(sequence)
         reason = self.block_manager.admission_rejection(sequence, match, reserved)
-        if reason is None:
-            self._start(plan, sequence, match)
-        return reason
-
-    def _start(self, plan: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
-        """Moves a waiting sequence to the running ones and schedules its first chunk."""
+        if reason is not None:
+            return reason
         end = self._chunk_end(plan, sequence, match.num_cached_tokens)
         self.block_manager.allocate_for_prefill(sequence, end, match)
         self._waiting.remove(sequence)
@@ -332,6 +335,7 @@ class Scheduler:
         sequence.times_bypassed = 0
         insort(self._running, sequence, key=lambda running: running.rank)
         plan.add(sequence, end)
+        return None
 
     # ---- results
 
@@ -354,7 +358,7 @@ class Scheduler:
         elif end == sequence.num_tokens:  # max_tokens=0: the prompt is scored, nothing is sampled
             self._end(sequence, FinishReason.LENGTH, result)
         elif result.prompt_logprobs:
-            self._outputs.append(self._output(sequence, result))
+            self._emit(sequence, result)
 
     def _append_token(self, sequence: Sequence, result: SampleResult) -> None:
         token_id = result.token_id
@@ -362,28 +366,30 @@ class Scheduler:
             raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
         sequence.append_token(token_id)
         self.stats.generated_tokens_total += 1
-        output = self._output(sequence, result)
         num_generated = len(sequence.output_token_ids)
         if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
-            output.stop_token_id = token_id
-            self._close(sequence, output, FinishReason.STOP)
+            self._end(sequence, FinishReason.STOP, result, stop_token_id=token_id)
         elif num_generated >= sequence.max_output_tokens:
-            self._close(sequence, output, FinishReason.LENGTH)
+            self._end(sequence, FinishReason.LENGTH, result)
         else:
-            self._outputs.append(output)
+            self._emit(sequence, result)
 
-    def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
-        return RequestOutput(
+    def _emit(self, sequence: Sequence, result: SampleResult, stop_token_id: int | None = None) -> None:
+        """Adds an output, which is the terminal one if the sequence is finished."""
+        token_id, logprobs, reason = result.token_id, result.logprobs, sequence.finish_reason
+        output = RequestOutput(
             sequence.request_id,
-            [] if result.token_id is None else [result.token_id],
-            False,
-            None,
+            [] if token_id is None else [token_id],
+            reason is not None,
+            reason,
             sequence.num_cached_tokens,
             sequence.index,
-            None if result.logprobs is None else [result.logprobs],
+            None if logprobs is None else [logprobs],
             result.prompt_logprobs,
             result.error,
+            stop_token_id,
         )
+        self._outputs.append(output)
 
     def _apply_aborts(self) -> None:
         for sequence in self._aborted_in_flight:
@@ -392,56 +398,29 @@ class Scheduler:
 
     # ---- ends
 
-    def _end(self, sequence: Sequence, reason: FinishReason, result: SampleResult | None = None) -> None:
-        """Ends a sequence without a sampled token."""
-        self._close(sequence, self._output(sequence, result or SampleResult()), reason)
-
-    def _close(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        result: SampleResult | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
         """Frees the blocks of a sequence and ends it. Raises IntegrityError, and then the sequence has not ended."""
         self.block_manager.free_sequence(sequence)
-        self._finish(sequence, output, reason)
+        self._finish(sequence, reason, result or SampleResult(), stop_token_id)
 
-    def _finish(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, result: SampleResult, stop_token_id: int | None = None
+    ) -> None:
         """Ends a sequence, the only place that does: removes it from its queue and adds its terminal output."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = output.finish_reason = reason
-        output.finished = True
-        self._outputs.append(output)
-        self.stats.finished[reason.value] = self.stats.finished.get(reason.value, 0) + 1
+        sequence.finish_reason = reason
+        self._emit(sequence, result, stop_token_id)
+        self.stats.finished[reason.value] += 1
         if self._on_end is not None:
             self._on_end(sequence)
         self._waiting.release_followers(sequence)  # without a leader each computes its own prompt
-
-    # ---- checks at arrival
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        room = 0 if sequence.sampling_params.max_tokens == 0 else 1
-        max_model_len = self.config.max_model_len
-        if sequence.num_prompt_tokens + room > max_model_len:
-            self.count_never_fits()
-            raise NeverFitsError(
-                f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {max_model_len} tokens "
-                "must hold it and at least one token of output",
-                param="prompt",
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                max_model_len=max_model_len,
-            )
-
-    def count_never_fits(self) -> None:
-        """Counts a prompt that can never fit; the ingress also refuses some before they arrive here."""
-        self._count_rejection(RejectionReason.NEVER_FITS)
-
-    def _count_rejection(self, reason: RejectionReason) -> None:
-        self.stats.rejections[reason.value] = self.stats.rejections.get(reason.value, 0) + 1
-
-    def _set_ends(self, sequence: Sequence) -> None:
-        """Sets the tokens and the length that end the sequence."""
-        params = sequence.sampling_params
-        if not params.ignore_eos:
-            sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
-        room = self.config.max_model_len - sequence.num_prompt_tokens
-        sequence.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
