@@ -6,6 +6,7 @@ A step is: schedule, execute, update.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -49,12 +50,9 @@ class Runner(Protocol):
 class LLMEngine:
     """One model on one KV pool.
 
-    Args:
-        config: `engine.config` is a copy with `num_blocks`, `max_model_len` and `max_num_batched_tokens` filled in.
-        model_runner: built from the config unless given.
-
-    Raises InvalidRequestError if `max_model_len` is more than the model or the pool can hold, ModelLoadError if the
-    model cannot be loaded.
+    `engine.config` is a copy with `num_blocks`, `max_model_len` and `max_num_batched_tokens` filled in. The model
+    runner is built from the config unless given. Raises InvalidRequestError if `max_model_len` is more than the model
+    or the pool can hold, ModelLoadError if the model cannot be loaded.
     """
 
     def __init__(self, config: EngineConfig, model_runner: Runner | None = None) -> None:
@@ -94,13 +92,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queues a request, or raises and keeps nothing of it.
-
-        Args:
-            request_id: not that of a live request; the id of an ended one may be used again.
-            prompt_token_ids: at least one, each below the vocabulary's size.
-            priority: lower goes first.
-            cache_salt: shares cached prefixes only with requests of the same salt.
+        """Queues a request, or raises and keeps nothing of it. The other arguments are those of `Sequence`.
 
         Raises InvalidRequestError (`param` names the field), NeverFitsError, EngineOverloadedError, EngineDeadError.
         """
@@ -123,7 +115,13 @@ class LLMEngine:
             )
             for index in range(sampling_params.n)
         ]
-        self._prepare_and_add(samples)
+        self.scheduler.check_new(samples[0])  # first, so that nothing is prepared for a live id
+        with ExitStack() as undo:
+            for sequence in samples:
+                self.model_runner.prepare(sequence)
+                undo.callback(self.model_runner.release, sequence)
+            self.scheduler.add(*samples)
+            undo.pop_all()
 
     def abort_request(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it; its terminal output comes with the next step. Unknown ids: a no-op."""
@@ -171,9 +169,7 @@ class LLMEngine:
         Raises InvalidRequestError on another name, pydantic's ValidationError on a wrong value (both ValueErrors), and
         then changes nothing.
         """
-        unknown = limits.keys() - {"max_waiting_requests", "max_waiting_tokens"}
-        if unknown:
-            name = min(unknown)
+        for name in sorted(limits.keys() - {"max_waiting_requests", "max_waiting_tokens"}):
             raise InvalidRequestError(f"{name} cannot be changed while the engine runs", param=name)
         self.config = EngineConfig.model_validate(self.config.model_dump() | limits)
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
@@ -210,27 +206,11 @@ class LLMEngine:
     def _check_ids(self, prompt_token_ids: object) -> None:
         if not isinstance(prompt_token_ids, (list, tuple)):
             raise InvalidRequestError("the prompt must be a list of token ids", param="prompt")
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
         size = self.model_runner.vocab_size
         for token_id in prompt_token_ids:
             if type(token_id) is not int or not 0 <= token_id < size:
-                raise InvalidRequestError(
-                    f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}", param="prompt"
-                )
-
-    def _prepare_and_add(self, samples: list[Sequence]) -> None:
-        self.scheduler.check_new(samples[0])  # first, so that nothing is prepared for a live id
-        prepared: list[Sequence] = []
-        try:
-            for sequence in samples:
-                self.model_runner.prepare(sequence)
-                prepared.append(sequence)
-            self.scheduler.add(*samples)
-        except BaseException:
-            for sequence in prepared:
-                self.model_runner.release(sequence)
-            raise
+                message = f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}"
+                raise InvalidRequestError(message, param="prompt")
 
     def _die_of_violation(self, error: IntegrityError) -> None:
         """Stops the engine, since a broken invariant may mean that one request reads the KV of another."""
@@ -251,17 +231,10 @@ def _resolve_max_model_len(config: EngineConfig, runner: Runner, block_manager: 
     pool_tokens = block_manager.num_blocks * block_manager.block_size
     largest = min(runner.max_model_len, pool_tokens)
     wanted = config.max_model_len
-    if wanted is None:
-        if pool_tokens < runner.max_model_len:
-            logger.warning(
-                "max_model_len lowered from %d to %d, which the KV pool can hold", runner.max_model_len, largest
-            )
-        return largest
-    if wanted > runner.max_model_len or not block_manager.can_allocate(wanted):
+    if wanted is None and largest < runner.max_model_len:
+        logger.warning("max_model_len lowered from %d to %d, which the KV pool can hold", runner.max_model_len, largest)
+    if wanted is not None and (wanted > runner.max_model_len or not block_manager.can_allocate(wanted)):
         limit = "the KV pool holds" if pool_tokens < runner.max_model_len else "the model was trained for"
-        raise InvalidRequestError(
-            f"max_model_len is {wanted}, but {limit} {largest} tokens; the largest possible is {largest}",
-            param="max_model_len",
-            largest=largest,
-        )
-    return wanted
+        message = f"max_model_len is {wanted}, but {limit} {largest} tokens; the largest possible is {largest}"
+        raise InvalidRequestError(message, param="max_model_len", largest=largest)
+    return wanted or largest
