@@ -148,6 +148,8 @@ class LLMEngine:
             step = self.scheduler.schedule()
             try:
                 results = self.model_runner.execute(step) if step.sequences else []
+            except IntegrityError:
+                raise
             except Exception as error:
                 self._die(f"the forward pass failed: {type(error).__name__}: {error}", error)
                 return self.scheduler.take_outputs()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from minivllm.core.errors import BlockNotInUseError, IntegrityError, InvalidRequestError
 from minivllm.core.kv_cache import block_pool
@@ -19,12 +19,23 @@ from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix, PrefixKey
 from minivllm.core.kv_cache.integrity import BlockSequence, TableInUse, check_all, check_table, sequence_name
 from minivllm.core.stats import RejectionReason
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Index = TypeVar("Index", int, "npt.NDArray[np.int64]")
+
 
 class Slot(NamedTuple):
-    """Where the K and V of one token are written. The flat slot is `physical_block_id * block_size + offset`."""
+    """Where the K and V of one token are written."""
 
     physical_block_id: int
     offset: int
+
+
+def flat_slots(block_ids: Index, offsets: Index, block_size: int) -> Index:
+    """Returns the slot numbers of one token (ints) or of several (arrays), as the runner writes K and V to them."""
+    return block_ids * block_size + offsets
 
 
 class BlockOwner(NamedTuple):
@@ -207,7 +218,7 @@ class BlockManager:
             name = sequence_name(sequence)
             message = f"tokens {start}..{end} of {name} are not within {len(block_table)} blocks"
             raise InvalidRequestError(message, param="end")
-        return [block_table[position // size] * size + position % size for position in range(start, end)]
+        return [flat_slots(block_table[position // size], position % size, size) for position in range(start, end)]
 
     def mark_computed(self, sequence: BlockSequence, num_tokens: int) -> None:
         """Records that the K and V of the first `num_tokens` tokens are written, and caches the blocks now full."""

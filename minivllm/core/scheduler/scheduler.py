@@ -25,7 +25,7 @@ from minivllm.core.errors import (
     MinivllmError,
     NeverFitsError,
 )
-from minivllm.core.kv_cache.block_manager import BlockManager
+from minivllm.core.kv_cache.block_manager import BlockManager, flat_slots
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput, StepPlan
 from minivllm.core.scheduler.request_queue import RequestQueue
@@ -176,8 +176,18 @@ class Scheduler:
         preempted = self._schedule_running(plan)
         if not preempted:  # otherwise there is no room, and the preempted must not be overtaken
             self._admit(plan)
-        self._in_flight = plan.freeze()
+        self._in_flight = plan.freeze(self._slot_mapping(plan) if self.block_manager.validate else None)
         return self._in_flight
+
+    def _slot_mapping(self, plan: StepPlan) -> list[int]:
+        """Returns the flat slots that the step writes: of a decode the allocated one, of others by the block table."""
+        slots: list[int] = []
+        for sequence, start, end, _, slot in plan.scheduled:
+            if slot is None:
+                slots += self.block_manager.slot_mapping(sequence, start, end)
+            else:
+                slots.append(flat_slots(*slot, self.block_manager.block_size))
+        return slots
 
     def update_from_output(
         self, step: SchedulerOutput, results: SequenceOf[int | SampleResult | None]
@@ -243,12 +253,13 @@ class Scheduler:
             preempted = True
             if self._preempt_last(plan) is sequence:
                 return True
+        slot = None
         if sequence.num_tokens - start <= 1:
-            manager.append_slot_for_decode(sequence)
+            slot = manager.append_slot_for_decode(sequence)
         else:
             end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
-        plan.add(sequence, end)
+        plan.add(sequence, end, slot)
         return preempted
 
     def _chunk_end(self, plan: StepPlan, sequence: Sequence, start: int) -> int:
@@ -341,7 +352,7 @@ class Scheduler:
 
     def _advance(self, scheduled: ScheduledSequence, result: SampleResult) -> None:
         """Applies the result of one sequence: counts its tokens, appends the sampled one, ends it if it is complete."""
-        sequence, start, end, samples = scheduled
+        sequence, start, end, samples, _ = scheduled
         if result.error is not None:
             self._end(sequence, FinishReason.ERROR, SampleResult(error=result.error))
             return
