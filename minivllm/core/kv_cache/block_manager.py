@@ -208,7 +208,8 @@ class BlockManager:
         """
         num_tokens, size = sequence.num_tokens, self.block_size
         self._allocate_up_to(sequence, num_tokens)
-        return Slot(sequence.block_table[(num_tokens - 1) // size], (num_tokens - 1) % size)
+        position = num_tokens - 1
+        return Slot(sequence.block_table[position // size], position % size)
 
     def slot_mapping(self, sequence: BlockSequence, start: int, end: int) -> list[int]:
         """Returns the flat slots of tokens start..end, all of which the table must cover."""
@@ -284,12 +285,12 @@ class BlockManager:
         covered = table.covered_tokens
         if -(-covered // size) != len(block_table) or not 0 <= sequence.num_computed_tokens <= covered:
             check_table(table, size)  # raises
-        needed = -(-num_tokens // size) - len(block_table) - len(hits)
+        needed = -(-num_tokens // size) - len(block_table)
         if needed > 0:
-            self.pool.require_free(needed + sum(1 for hit in hits if not self.pool.reference_counts[hit]))
+            self.pool.require_free(needed - sum(1 for hit in hits if self.pool.reference_counts[hit]))
             for block_id in hits:
                 self.pool.reference(block_id)
-            block_ids = self.allocate_blocks(needed)
+            block_ids = self.allocate_blocks(needed - len(hits))
             self._unassigned.difference_update(block_ids)
             block_table += (*hits, *block_ids)
             self._tables[id(sequence)] = table

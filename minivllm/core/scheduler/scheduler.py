@@ -225,11 +225,10 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Schedules the running sequences, decodes before prompts. Returns whether any was preempted."""
-        decodes = [one for one in self._running if one.num_tokens - one.num_computed_tokens <= 1]
-        prompts = [one for one in self._running if one.num_tokens - one.num_computed_tokens > 1]
+        decodes_first = sorted(self._running, key=lambda one: one.num_tokens - one.num_computed_tokens > 1)
         has_blocks = self.block_manager.can_append_slots(self._running)
         preempted = False
-        for sequence in decodes + prompts:
+        for sequence in decodes_first:
             if plan.budget == 0:  # by prompts: no more sequences run than the budget has tokens
                 break
             if preempted and sequence.status is not SequenceStatus.RUNNING:
@@ -245,7 +244,7 @@ class Scheduler:
         """
         manager, preempted = self.block_manager, False
         start, end = sequence.num_computed_tokens, sequence.num_tokens
-        while not has_blocks and not manager.can_append_slot(sequence):
+        while not (has_blocks or manager.can_append_slot(sequence)):
             room = (len(sequence.block_table) + manager.get_num_free_blocks()) * manager.block_size
             if room > start:
                 end = room
@@ -253,13 +252,12 @@ class Scheduler:
             preempted = True
             if self._preempt_last(plan) is sequence:
                 return True
-        slot = None
         if sequence.num_tokens - start <= 1:
-            slot = manager.append_slot_for_decode(sequence)
+            plan.add(sequence, end, manager.append_slot_for_decode(sequence))
         else:
             end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
-        plan.add(sequence, end, slot)
+            plan.add(sequence, end)
         return preempted
 
     def _chunk_end(self, plan: StepPlan, sequence: Sequence, start: int) -> int:
@@ -364,25 +362,23 @@ class Scheduler:
                 result = replace(result, prompt_logprobs=result.prompt_logprobs[recomputed:])
         if start < sequence.num_prompt_tokens <= end:
             self._waiting.release_followers(sequence)
+        reason = stop_token_id = None
         if samples:
-            self._append_token(sequence, result)
+            token_id = result.token_id
+            if token_id is None:
+                raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
+            sequence.append_token(token_id)
+            self.stats.generated_tokens_total += 1
+            num_generated = len(sequence.output_token_ids)
+            if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
+                reason, stop_token_id = FinishReason.STOP, token_id
+            elif num_generated >= sequence.max_output_tokens:
+                reason = FinishReason.LENGTH
         elif end == sequence.num_tokens:  # max_tokens=0: the prompt is scored, nothing is sampled
-            self._end(sequence, FinishReason.LENGTH, result)
-        elif result.prompt_logprobs:
-            self._emit(sequence, result)
-
-    def _append_token(self, sequence: Sequence, result: SampleResult) -> None:
-        token_id = result.token_id
-        if token_id is None:
-            raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
-        sequence.append_token(token_id)
-        self.stats.generated_tokens_total += 1
-        num_generated = len(sequence.output_token_ids)
-        if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
-            self._end(sequence, FinishReason.STOP, result, stop_token_id=token_id)
-        elif num_generated >= sequence.max_output_tokens:
-            self._end(sequence, FinishReason.LENGTH, result)
-        else:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence, reason, result, stop_token_id)
+        elif samples or result.prompt_logprobs:
             self._emit(sequence, result)
 
     def _emit(self, sequence: Sequence, result: SampleResult, stop_token_id: int | None = None) -> None:
