@@ -68,16 +68,13 @@ class LLMEngine:
             watermark=config.watermark,
             validate=config.validate_blocks,
         )
-        self.config = config.model_copy(
-            update={
-                "num_blocks": model_runner.num_blocks,
-                "max_model_len": _resolve_max_model_len(config, model_runner, self.block_manager),
-                "max_num_batched_tokens": config.max_num_batched_tokens or model_runner.default_token_budget,
-            }
-        )
-        self.scheduler = Scheduler(
-            self.config, self.block_manager, model_runner.eos_token_ids, on_end=model_runner.release
-        )
+        resolved = {
+            "num_blocks": model_runner.num_blocks,
+            "max_model_len": _resolve_max_model_len(config, model_runner, self.block_manager),
+            "max_num_batched_tokens": config.max_num_batched_tokens or model_runner.default_token_budget,
+        }
+        self.config = config.model_copy(update=resolved)
+        self.scheduler = Scheduler(self.config, self.block_manager, model_runner.eos_token_ids, model_runner.release)
         self.is_dead = False
 
     # ---- requests
@@ -128,7 +125,7 @@ class LLMEngine:
         try:
             self.scheduler.abort(request_id, index)
         except IntegrityError as error:
-            self._die_of_violation(error)
+            self._die(error)
 
     def has_unfinished_requests(self) -> bool:
         """Returns True until `step` has returned the terminal output of every request."""
@@ -148,10 +145,8 @@ class LLMEngine:
             step = self.scheduler.schedule()
             try:
                 results = self.model_runner.execute(step) if step.sequences else []
-            except IntegrityError:
-                raise
             except Exception as error:
-                self._die(f"the forward pass failed: {type(error).__name__}: {error}", error)
+                self._die(error)
                 return self.scheduler.take_outputs()
             except BaseException:  # Ctrl-C: the step did not happen, the engine goes on
                 self.scheduler.discard_step()
@@ -160,7 +155,7 @@ class LLMEngine:
                 self.block_manager.check_integrity()
             return self.scheduler.update_from_output(step, results)
         except IntegrityError as error:
-            self._die_of_violation(error)
+            self._die(error)
             return self.scheduler.take_outputs()
 
     # ---- settings and state
@@ -214,12 +209,12 @@ class LLMEngine:
                 message = f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}"
                 raise InvalidRequestError(message, param="prompt")
 
-    def _die_of_violation(self, error: IntegrityError) -> None:
-        """Stops the engine, since a broken invariant may mean that one request reads the KV of another."""
-        self.scheduler.stats.integrity_violations_total += 1
-        self._die(f"a KV block invariant is broken: {error.message}", error)
-
-    def _die(self, message: str, error: Exception) -> None:
+    def _die(self, error: Exception) -> None:
+        """Stops the engine. A broken invariant may mean that one request reads the KV of another."""
+        message = f"the forward pass failed: {type(error).__name__}: {error}"
+        if isinstance(error, IntegrityError):
+            self.scheduler.stats.integrity_violations_total += 1
+            message = f"a KV block invariant is broken: {error.message}"
         logger.error("%s; every request ends with an error", message, exc_info=error)
         self.is_dead = True
         self.scheduler.fail_all(EngineDeadError(message))

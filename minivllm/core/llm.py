@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
@@ -185,8 +184,10 @@ class LLM:
             result = GenerationResult(name, prompt if isinstance(prompt, str) else None, ids)
             jobs[name] = _Job(result, self.tokenizer, params)
         try:
-            with _Progress(len(jobs), enabled=use_tqdm) as progress:
-                live = dict(jobs)
+            with tqdm(
+                total=len(jobs), desc="Generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+            ) as bar:
+                live, progress = dict(jobs), _Progress(bar)
                 for job in jobs.values():
                     self._add(job, live, progress)
                 while self.engine.has_unfinished_requests():
@@ -221,30 +222,23 @@ class LLM:
                 self.engine.abort_request(output.request_id, output.index)
             if job.is_done:
                 del live[output.request_id]
-                progress.finish_one(len(job.result.prompt_token_ids))
+                progress.finish_one(job)
 
 
+@dataclass(slots=True)
 class _Progress:
     """A progress bar: completed prompts, and tokens/s."""
 
-    def __init__(self, num_prompts: int, *, enabled: bool) -> None:
-        self._bar = tqdm(total=num_prompts, desc="Generating", unit="prompt", disable=not enabled, dynamic_ncols=True)
-        self._started = time.perf_counter()
-        self._num_input_tokens = 0
-        self.num_output_tokens = 0
+    bar: tqdm
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def finish_one(self, num_input_tokens: int) -> None:
-        self._num_input_tokens += num_input_tokens
-        seconds = max(time.perf_counter() - self._started, 1e-9)
-        rates = self._num_input_tokens / seconds, self.num_output_tokens / seconds
-        self._bar.set_postfix_str("in: {:.1f} tokens/s, out: {:.1f} tokens/s".format(*rates), refresh=False)
-        self._bar.update(1)
+    def finish_one(self, job: _Job) -> None:
+        self.num_input_tokens += len(job.result.prompt_token_ids)
+        seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+        rates = self.num_input_tokens / seconds, self.num_output_tokens / seconds
+        self.bar.set_postfix_str("in: {:.1f} tokens/s, out: {:.1f} tokens/s".format(*rates), refresh=False)
+        self.bar.update(1)
 
 
 def _as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:

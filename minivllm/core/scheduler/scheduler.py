@@ -192,20 +192,18 @@ class Scheduler:
     def update_from_output(
         self, step: SchedulerOutput, results: SequenceOf[int | SampleResult | None]
     ) -> list[RequestOutput]:
-        """Applies the results of a step, and returns all new outputs. Raises IntegrityError.
+        """Applies the results of the step that `schedule` returned last, and returns all new outputs.
 
-        Args:
-            step: what `schedule` returned last.
-            results: one per scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
+        `results` has one per scheduled sequence: the sampled id, None where none is sampled, or a SampleResult. Raises
+        IntegrityError.
         """
         if step is not self._in_flight:
             raise InvalidRequestError(
                 "update_from_output() was not given the step that schedule() returned last", param="step"
             )
         if len(results) != len(step.sequences):
-            raise InvalidRequestError(
-                f"{len(results)} results for {len(step.sequences)} scheduled sequences", param="results"
-            )
+            message = f"{len(results)} results for {len(step.sequences)} scheduled sequences"
+            raise InvalidRequestError(message, param="results")
         self._in_flight = None
         self.stats.steps_total += bool(step.sequences)
         self.stats.computed_tokens_total += step.num_tokens
@@ -362,7 +360,7 @@ class Scheduler:
                 result = replace(result, prompt_logprobs=result.prompt_logprobs[recomputed:])
         if start < sequence.num_prompt_tokens <= end:
             self._waiting.release_followers(sequence)
-        reason = stop_token_id = None
+        reason = None
         if samples:
             token_id = result.token_id
             if token_id is None:
@@ -371,17 +369,17 @@ class Scheduler:
             self.stats.generated_tokens_total += 1
             num_generated = len(sequence.output_token_ids)
             if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
-                reason, stop_token_id = FinishReason.STOP, token_id
+                reason = FinishReason.STOP
             elif num_generated >= sequence.max_output_tokens:
                 reason = FinishReason.LENGTH
         elif end == sequence.num_tokens:  # max_tokens=0: the prompt is scored, nothing is sampled
             reason = FinishReason.LENGTH
         if reason is not None:
-            self._end(sequence, reason, result, stop_token_id)
+            self._end(sequence, reason, result)
         elif samples or result.prompt_logprobs:
             self._emit(sequence, result)
 
-    def _emit(self, sequence: Sequence, result: SampleResult, stop_token_id: int | None = None) -> None:
+    def _emit(self, sequence: Sequence, result: SampleResult) -> None:
         """Adds an output, which is the terminal one if the sequence is finished."""
         token_id, logprobs, reason = result.token_id, result.logprobs, sequence.finish_reason
         output = RequestOutput(
@@ -394,7 +392,7 @@ class Scheduler:
             None if logprobs is None else [logprobs],
             result.prompt_logprobs,
             result.error,
-            stop_token_id,
+            token_id if reason is FinishReason.STOP else None,
         )
         self._outputs.append(output)
 
@@ -405,20 +403,12 @@ class Scheduler:
 
     # ---- ends
 
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        result: SampleResult | None = None,
-        stop_token_id: int | None = None,
-    ) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, result: SampleResult | None = None) -> None:
         """Frees the blocks of a sequence and ends it. Raises IntegrityError, and then the sequence has not ended."""
         self.block_manager.free_sequence(sequence)
-        self._finish(sequence, reason, result or SampleResult(), stop_token_id)
+        self._finish(sequence, reason, result or SampleResult())
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, result: SampleResult, stop_token_id: int | None = None
-    ) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, result: SampleResult) -> None:
         """Ends a sequence, the only place that does: removes it from its queue and adds its terminal output."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
@@ -426,7 +416,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-        self._emit(sequence, result, stop_token_id)
+        self._emit(sequence, result)
         self.stats.finished[reason.value] += 1
         if self._on_end is not None:
             self._on_end(sequence)
