@@ -149,7 +149,7 @@ class LLMEngine:
                 self._die(error)
                 return self.scheduler.take_outputs()
             except BaseException:  # Ctrl-C: the step did not happen, the engine goes on
-                self.scheduler.discard_step()
+                self.scheduler.close_step()
                 raise
             if self.config.validate_blocks:
                 self.block_manager.check_integrity()

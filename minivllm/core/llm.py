@@ -64,22 +64,22 @@ class GenerationResult:
         return self.outputs[0].logprobs
 
 
+@dataclass(slots=True)
 class _Job:
     """A prompt, and the outputs of its samples so far."""
 
-    def __init__(self, result: GenerationResult, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self.result = result
-        self.params = params
-        self._texts = [IncrementalDetokenizer(tokenizer, params) for _ in range(params.n)]
-        self._errors: dict[int, MinivllmError] = {}
+    result: GenerationResult
+    params: SamplingParams
+    texts: list[IncrementalDetokenizer]
+    errors: dict[int, MinivllmError] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
-        return all(text.finished for text in self._texts)
+        return all(text.finished for text in self.texts)
 
     def take(self, output: RequestOutput) -> bool:
         """Adds an output. Returns True if its text has reached a stop string, so the sample must be aborted."""
-        text = self._texts[output.index]
+        text = self.texts[output.index]
         if text.finished:
             return False  # sampled before the abort took effect
         if output.index == 0:
@@ -87,7 +87,7 @@ class _Job:
         if output.prompt_logprobs is not None:
             self.result.prompt_logprobs = (self.result.prompt_logprobs or []) + output.prompt_logprobs
         if output.error is not None:
-            self._errors[output.index] = output.error
+            self.errors[output.index] = output.error
         delta = text.push(
             output.new_token_ids,
             output.logprobs,
@@ -106,25 +106,19 @@ class _Job:
                 logprobs=text.logprobs if self.params.logprobs is not None else None,
                 stop_reason=text.stop_reason,
                 num_tokens=text.num_tokens,
-                error=self._errors.get(index),
+                error=self.errors.get(index),
             )
-            for index, text in enumerate(self._texts)
+            for index, text in enumerate(self.texts)
         ]
         return self.result
 
 
 class LLM:
-    """Generates text from prompts, all in one batch, in this process.
+    """Generates text from prompts, all in one batch, in this process. Not safe to use from several threads at once.
 
-    Not safe to use from several threads at once.
-
-    Args:
-        model: hub id, folder, `.gguf` file, or the packaged model.
-        engine_config: any field of `EngineConfig`. Unlike a server, the queue has no limit unless one is given.
-
-    Raises:
-        ValidationError: a wrong name or value (pydantic's, a ValueError).
-        ModelLoadError: the model cannot be served.
+    `model` is a hub id, folder, `.gguf` file, or the packaged model. `engine_config` are fields of `EngineConfig`;
+    unlike a server, the queue has no limit unless one is given. Raises pydantic's ValidationError (a ValueError) on a
+    wrong name or value, ModelLoadError if the model cannot be served.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any) -> None:
@@ -182,7 +176,7 @@ class LLM:
         for prompt, ids, params in zip(prompts, token_ids, _as_params(sampling_params, len(prompts)), strict=True):
             name = f"llm-{next(self._numbers)}"
             result = GenerationResult(name, prompt if isinstance(prompt, str) else None, ids)
-            jobs[name] = _Job(result, self.tokenizer, params)
+            jobs[name] = _Job(result, params, [IncrementalDetokenizer(self.tokenizer, params) for _ in range(params.n)])
         try:
             with tqdm(
                 total=len(jobs), desc="Generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True

@@ -111,11 +111,9 @@ class Sequence:
     def token_ids(self, start: int, end: int) -> list[int]:
         """Returns tokens start..end of prompt and output together."""
         split = self.num_prompt_tokens
-        if end <= split:
-            return self.prompt_token_ids[start:end]
         if start >= split:
             return self.output_token_ids[start - split : end - split]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - split)]
 
     def __repr__(self) -> str:
         return (

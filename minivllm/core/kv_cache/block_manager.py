@@ -58,14 +58,11 @@ class PrefixMatch(NamedTuple):
 
 
 class BlockManager:
-    """Manages the blocks of one KV pool.
+    """Manages the `num_blocks` usable blocks of one KV pool, of `block_size` tokens each.
 
-    Args:
-        num_blocks: usable blocks; a fresh pool hands out 0, 1, 2, ...
-        block_size: tokens per block.
-        enable_prefix_caching: share full blocks of equal prefixes, and keep them after their release.
-        watermark: share of `num_blocks` that admission leaves free while another sequence has blocks.
-        validate: check all invariants before the blocks of a sequence are freed.
+    Prefix caching shares full blocks of equal prefixes, and keeps them after their release. `watermark` is the share of
+    the blocks that admission leaves free while another sequence has blocks. `validate` checks all invariants before the
+    blocks of a sequence are freed.
     """
 
     def __init__(
@@ -328,8 +325,7 @@ class BlockManager:
     def _block_tokens(self, sequence: BlockSequence, index: int) -> tuple[int, ...]:
         # A tuple, since Python's garbage collector does not traverse tuples of numbers.
         start, end = index * self.block_size, (index + 1) * self.block_size
-        prompt = sequence.prompt_token_ids
-        if end <= len(prompt):
+        prompt, split = sequence.prompt_token_ids, len(sequence.prompt_token_ids)
+        if end <= split:
             return tuple(prompt[start:end])
-        split = len(prompt)
         return (*prompt[start:], *sequence.output_token_ids[max(0, start - split) : end - split])

@@ -15,15 +15,11 @@ class BlockSequence(Protocol):
     """What the manager needs of a sequence; optional: `seq_id`, `cache_salt`, `skip_prefix_lookup`, `block_hashes`."""
 
     request_id: str
-    block_table: list[int]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    num_tokens: int
     num_computed_tokens: int
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> list[int]: ...
-    @property
-    def output_token_ids(self) -> list[int]: ...
+    block_table: list[int]
 
 
 @dataclass(slots=True)
@@ -50,12 +46,9 @@ def check_table(table: TableInUse, block_size: int) -> None:
     expected = -(-covered // block_size)
     if len(sequence.block_table) != expected or not 0 <= sequence.num_computed_tokens <= covered:
         name, block_table = sequence_name(sequence), sequence.block_table
-        _fail(
-            f"{name} has {sequence.num_computed_tokens} computed tokens and {len(block_table)} blocks {block_table}, "
-            f"but {expected} blocks were allocated for {covered} tokens",
-            block_table[-1] if block_table else None,
-            (name,),
-        )
+        found = f"{sequence.num_computed_tokens} computed tokens and {len(block_table)} blocks {block_table}"
+        message = f"{name} has {found}, but {expected} blocks were allocated for {covered} tokens"
+        _fail(message, block_table[-1] if block_table else None, (name,))
 
 
 def check_all(pool: BlockPool, block_size: int, tables: Collection[TableInUse], unassigned: set[int]) -> None:

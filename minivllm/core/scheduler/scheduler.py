@@ -149,11 +149,10 @@ class Scheduler:
         """Ends every live sequence with `error`. Blocks that cannot be freed stay in use."""
         self._in_flight = None
         self._aborted_in_flight.clear()
-        for sequence in [sequence for group in self._live.values() for sequence in group]:
-            if not sequence.is_finished:
-                with contextlib.suppress(IntegrityError):
-                    self.block_manager.free_sequence(sequence)
-                self._finish(sequence, FinishReason.ERROR, SampleResult(error=error))
+        for sequence in [one for group in self._live.values() for one in group if not one.is_finished]:
+            with contextlib.suppress(IntegrityError):
+                self.block_manager.free_sequence(sequence)
+            self._finish(sequence, FinishReason.ERROR, SampleResult(error=error))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Returns the new outputs. The id of a request is free again once all its terminal outputs are taken."""
@@ -211,13 +210,15 @@ class Scheduler:
         for scheduled, result in zip(step.sequences, results, strict=True):
             if not aborted or scheduled.sequence not in aborted:
                 self._advance(scheduled, result if isinstance(result, SampleResult) else SampleResult(result))
-        self._apply_aborts()
+        self.close_step()
         return self.take_outputs()
 
-    def discard_step(self) -> None:
-        """Drops the step in flight, which was interrupted: its tokens are scheduled again."""
+    def close_step(self) -> None:
+        """Ends the step in flight and applies the aborts that waited for it. Without results it is scheduled again."""
         self._in_flight = None
-        self._apply_aborts()
+        for sequence in self._aborted_in_flight:
+            self._end(sequence, FinishReason.ABORT)
+        self._aborted_in_flight.clear()
 
     # ---- running sequences
 
@@ -395,11 +396,6 @@ class Scheduler:
             token_id if reason is FinishReason.STOP else None,
         )
         self._outputs.append(output)
-
-    def _apply_aborts(self) -> None:
-        for sequence in self._aborted_in_flight:
-            self._end(sequence, FinishReason.ABORT)
-        self._aborted_in_flight.clear()
 
     # ---- ends
 
