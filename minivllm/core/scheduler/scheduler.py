@@ -383,17 +383,18 @@ class Scheduler:
     def _emit(self, sequence: Sequence, result: SampleResult) -> None:
         """Adds an output, which is the terminal one if the sequence is finished."""
         token_id, logprobs, reason = result.token_id, result.logprobs, sequence.finish_reason
+        finished = reason is not None
         output = RequestOutput(
             sequence.request_id,
             [] if token_id is None else [token_id],
-            reason is not None,
+            finished,
             reason,
             sequence.num_cached_tokens,
             sequence.index,
             None if logprobs is None else [logprobs],
             result.prompt_logprobs,
             result.error,
-            token_id if reason is FinishReason.STOP else None,
+            token_id if finished and reason is FinishReason.STOP else None,
         )
         self._outputs.append(output)
 
