@@ -16,7 +16,7 @@ class ScheduledSequence(NamedTuple):
     start: int
     end: int
     samples: bool
-    slot: Slot | None = None  # of the one token of a decode
+    slot: Slot | None = None  # of the one token of a decode, if the block manager validates
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,8 @@ class Scheduler:
             if self._preempt_last(plan) is sequence:
                 return True
         if sequence.num_tokens - start <= 1:
-            plan.add(sequence, end, manager.append_slot_for_decode(sequence))
+            slot = manager.append_slot_for_decode(sequence)
+            plan.add(sequence, end, slot if manager.validate else None)  # kept slots are work for the garbage collector
         else:
             end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
