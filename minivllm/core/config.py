@@ -73,11 +73,7 @@ class SchedulerConfig:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=config.long_prefill_token_threshold or budget,
-            max_waiting_requests=_or_no_limit(config.max_waiting_requests),
-            max_waiting_tokens=_or_no_limit(config.max_waiting_tokens),
+            max_waiting_requests=config.max_waiting_requests or sys.maxsize,
+            max_waiting_tokens=config.max_waiting_tokens or sys.maxsize,
             max_head_bypasses=config.max_head_bypasses,
         )
-
-
-def _or_no_limit(limit: int | None) -> int:
-    return sys.maxsize if limit is None else limit

@@ -6,7 +6,7 @@ A step is: schedule, execute, update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,29 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What computes the steps: the ModelRunner, or a fake in tests.
+    """What computes the steps: the ModelRunner, or a fake in tests."""
 
-    Attributes:
-        num_blocks: usable blocks of the KV pool.
-        vocab_size: width of the logits: token ids from 0 up to this exist.
-        max_model_len: longest context of the model itself, in tokens.
-        eos_token_ids: tokens that end a text.
-        generation_defaults: fields of SamplingParams that the model's authors recommend.
-        default_token_budget: tokens per step that suit the device.
-    """
-
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def generation_defaults(self) -> Mapping[str, Any]: ...
-    @property
-    def default_token_budget(self) -> int: ...
+    num_blocks: int  # usable blocks of the KV pool
+    vocab_size: int  # width of the logits: token ids from 0 up to this exist
+    max_model_len: int  # longest context of the model itself, in tokens
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    generation_defaults: dict[str, Any]  # fields of SamplingParams that the model's authors recommend
+    default_token_budget: int  # tokens per step that suit the device
 
     def prepare(self, sequence: Sequence) -> None:
         """Makes what sampling this sequence needs. Raises InvalidRequestError if that cannot be done."""
@@ -65,12 +50,9 @@ class Runner(Protocol):
 class LLMEngine:
     """One model on one KV pool.
 
-    Args:
-        config: `engine.config` is a copy with `num_blocks`, `max_model_len` and `max_num_batched_tokens` filled in.
-        model_runner: built from the config unless given.
-
-    Raises InvalidRequestError if `max_model_len` is more than the model or the pool can hold, ModelLoadError if the
-    model cannot be loaded.
+    `engine.config` is a copy with `num_blocks`, `max_model_len` and `max_num_batched_tokens` filled in. The model
+    runner is built from the config unless given. Raises InvalidRequestError if `max_model_len` is more than the model
+    or the pool can hold, ModelLoadError if the model cannot be loaded.
     """
 
     def __init__(self, config: EngineConfig, model_runner: Runner | None = None) -> None:
@@ -86,16 +68,13 @@ class LLMEngine:
             watermark=config.watermark,
             validate=config.validate_blocks,
         )
-        self.config = config.model_copy(
-            update={
-                "num_blocks": model_runner.num_blocks,
-                "max_model_len": _resolve_max_model_len(config, model_runner, self.block_manager),
-                "max_num_batched_tokens": config.max_num_batched_tokens or model_runner.default_token_budget,
-            }
-        )
-        self.scheduler = Scheduler(
-            self.config, self.block_manager, model_runner.eos_token_ids, on_end=model_runner.release
-        )
+        resolved = {
+            "num_blocks": model_runner.num_blocks,
+            "max_model_len": _resolve_max_model_len(config, model_runner, self.block_manager),
+            "max_num_batched_tokens": config.max_num_batched_tokens or model_runner.default_token_budget,
+        }
+        self.config = config.model_copy(update=resolved)
+        self.scheduler = Scheduler(self.config, self.block_manager, model_runner.eos_token_ids, model_runner.release)
         self.is_dead = False
 
     # ---- requests
@@ -110,13 +89,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> None:
-        """Queues a request, or raises and keeps nothing of it.
-
-        Args:
-            request_id: not that of a live request; the id of an ended one may be used again.
-            prompt_token_ids: at least one, each below the vocabulary's size.
-            priority: lower goes first.
-            cache_salt: shares cached prefixes only with requests of the same salt.
+        """Queues a request, or raises and keeps nothing of it. The other arguments are those of `Sequence`.
 
         Raises InvalidRequestError (`param` names the field), NeverFitsError, EngineOverloadedError, EngineDeadError.
         """
@@ -139,14 +112,20 @@ class LLMEngine:
             )
             for index in range(sampling_params.n)
         ]
-        self._prepare_and_add(samples)
+        self.scheduler.check_new(samples[0])  # first, so that nothing is prepared for a live id
+        with ExitStack() as undo:
+            for sequence in samples:
+                self.model_runner.prepare(sequence)
+                undo.callback(self.model_runner.release, sequence)
+            self.scheduler.add(*samples)
+            undo.pop_all()
 
     def abort_request(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it; its terminal output comes with the next step. Unknown ids: a no-op."""
         try:
             self.scheduler.abort(request_id, index)
         except IntegrityError as error:
-            self._die_of_violation(error)
+            self._die(error)
 
     def has_unfinished_requests(self) -> bool:
         """Returns True until `step` has returned the terminal output of every request."""
@@ -167,16 +146,16 @@ class LLMEngine:
             try:
                 results = self.model_runner.execute(step) if step.sequences else []
             except Exception as error:
-                self._die(f"the forward pass failed: {type(error).__name__}: {error}", error)
+                self._die(error)
                 return self.scheduler.take_outputs()
             except BaseException:  # Ctrl-C: the step did not happen, the engine goes on
-                self.scheduler.discard_step()
+                self.scheduler.close_step()
                 raise
             if self.config.validate_blocks:
                 self.block_manager.check_integrity()
             return self.scheduler.update_from_output(step, results)
         except IntegrityError as error:
-            self._die_of_violation(error)
+            self._die(error)
             return self.scheduler.take_outputs()
 
     # ---- settings and state
@@ -187,9 +166,7 @@ class LLMEngine:
         Raises InvalidRequestError on another name, pydantic's ValidationError on a wrong value (both ValueErrors), and
         then changes nothing.
         """
-        unknown = limits.keys() - {"max_waiting_requests", "max_waiting_tokens"}
-        if unknown:
-            name = min(unknown)
+        for name in sorted(limits.keys() - {"max_waiting_requests", "max_waiting_tokens"}):
             raise InvalidRequestError(f"{name} cannot be changed while the engine runs", param=name)
         self.config = EngineConfig.model_validate(self.config.model_dump() | limits)
         pool_tokens = self.block_manager.num_blocks * self.block_manager.block_size
@@ -205,7 +182,7 @@ class LLMEngine:
             num_used_blocks=manager.num_blocks - free,
             num_total_blocks=manager.num_blocks,
             num_cached_blocks=len(manager.pool.evictable),
-            num_running=scheduler.num_running,
+            num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             block_size=manager.block_size,
             max_model_len=scheduler.config.max_model_len,
@@ -226,34 +203,18 @@ class LLMEngine:
     def _check_ids(self, prompt_token_ids: object) -> None:
         if not isinstance(prompt_token_ids, (list, tuple)):
             raise InvalidRequestError("the prompt must be a list of token ids", param="prompt")
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
         size = self.model_runner.vocab_size
         for token_id in prompt_token_ids:
             if type(token_id) is not int or not 0 <= token_id < size:
-                raise InvalidRequestError(
-                    f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}", param="prompt"
-                )
+                message = f"token id {token_id!r:.50} is not an integer from 0 to {size - 1}"
+                raise InvalidRequestError(message, param="prompt")
 
-    def _prepare_and_add(self, samples: list[Sequence]) -> None:
-        self.scheduler.check_new(samples[0])  # first, so that nothing is prepared for a live id
-        prepared: list[Sequence] = []
-        try:
-            for sequence in samples:
-                self.model_runner.prepare(sequence)
-                prepared.append(sequence)
-            self.scheduler.add(*samples)
-        except BaseException:
-            for sequence in prepared:
-                self.model_runner.release(sequence)
-            raise
-
-    def _die_of_violation(self, error: IntegrityError) -> None:
-        """Stops the engine, since a broken invariant may mean that one request reads the KV of another."""
-        self.scheduler.stats.integrity_violations_total += 1
-        self._die(f"a KV block invariant is broken: {error.message}", error)
-
-    def _die(self, message: str, error: Exception) -> None:
+    def _die(self, error: Exception) -> None:
+        """Stops the engine. A broken invariant may mean that one request reads the KV of another."""
+        message = f"the forward pass failed: {type(error).__name__}: {error}"
+        if isinstance(error, IntegrityError):
+            self.scheduler.stats.integrity_violations_total += 1
+            message = f"a KV block invariant is broken: {error.message}"
         logger.error("%s; every request ends with an error", message, exc_info=error)
         self.is_dead = True
         self.scheduler.fail_all(EngineDeadError(message))
@@ -267,17 +228,10 @@ def _resolve_max_model_len(config: EngineConfig, runner: Runner, block_manager: 
     pool_tokens = block_manager.num_blocks * block_manager.block_size
     largest = min(runner.max_model_len, pool_tokens)
     wanted = config.max_model_len
-    if wanted is None:
-        if pool_tokens < runner.max_model_len:
-            logger.warning(
-                "max_model_len lowered from %d to %d, which the KV pool can hold", runner.max_model_len, largest
-            )
-        return largest
-    if wanted > runner.max_model_len or not block_manager.can_allocate(wanted):
+    if wanted is None and largest < runner.max_model_len:
+        logger.warning("max_model_len lowered from %d to %d, which the KV pool can hold", runner.max_model_len, largest)
+    if wanted is not None and (wanted > runner.max_model_len or not block_manager.can_allocate(wanted)):
         limit = "the KV pool holds" if pool_tokens < runner.max_model_len else "the model was trained for"
-        raise InvalidRequestError(
-            f"max_model_len is {wanted}, but {limit} {largest} tokens; the largest possible is {largest}",
-            param="max_model_len",
-            largest=largest,
-        )
-    return wanted
+        message = f"max_model_len is {wanted}, but {limit} {largest} tokens; the largest possible is {largest}"
+        raise InvalidRequestError(message, param="max_model_len", largest=largest)
+    return wanted or largest

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from tqdm import tqdm
 
@@ -65,25 +64,22 @@ class GenerationResult:
         return self.outputs[0].logprobs
 
 
+@dataclass(slots=True)
 class _Job:
     """A prompt, and the outputs of its samples so far."""
 
-    def __init__(
-        self, request_id: str, tokenizer: Tokenizer, prompt: Prompt, token_ids: list[int], params: SamplingParams
-    ) -> None:
-        self.params = params
-        self.is_counted = False
-        self.result = GenerationResult(request_id, prompt if isinstance(prompt, str) else None, token_ids)
-        self._texts = [IncrementalDetokenizer(tokenizer, params) for _ in range(params.n)]
-        self._errors: dict[int, MinivllmError] = {}
+    result: GenerationResult
+    params: SamplingParams
+    texts: list[IncrementalDetokenizer]
+    errors: dict[int, MinivllmError] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
-        return all(text.finished for text in self._texts)
+        return all(text.finished for text in self.texts)
 
     def take(self, output: RequestOutput) -> bool:
         """Adds an output. Returns True if its text has reached a stop string, so the sample must be aborted."""
-        text = self._texts[output.index]
+        text = self.texts[output.index]
         if text.finished:
             return False  # sampled before the abort took effect
         if output.index == 0:
@@ -91,11 +87,11 @@ class _Job:
         if output.prompt_logprobs is not None:
             self.result.prompt_logprobs = (self.result.prompt_logprobs or []) + output.prompt_logprobs
         if output.error is not None:
-            self._errors[output.index] = output.error
+            self.errors[output.index] = output.error
         delta = text.push(
             output.new_token_ids,
             output.logprobs,
-            finish_reason=output.finish_reason if output.finished else None,
+            finish_reason=output.finish_reason,
             stop_token_id=output.stop_token_id,
         )
         return delta.finish_reason is not None and not output.finished
@@ -110,25 +106,19 @@ class _Job:
                 logprobs=text.logprobs if self.params.logprobs is not None else None,
                 stop_reason=text.stop_reason,
                 num_tokens=text.num_tokens,
-                error=self._errors.get(index),
+                error=self.errors.get(index),
             )
-            for index, text in enumerate(self._texts)
+            for index, text in enumerate(self.texts)
         ]
         return self.result
 
 
 class LLM:
-    """Generates text from prompts, all in one batch, in this process.
+    """Generates text from prompts, all in one batch, in this process. Not safe to use from several threads at once.
 
-    Not safe to use from several threads at once.
-
-    Args:
-        model: hub id, folder, `.gguf` file, or the packaged model.
-        engine_config: any field of `EngineConfig`. Unlike a server, the queue has no limit unless one is given.
-
-    Raises:
-        ValidationError: a wrong name or value (pydantic's, a ValueError).
-        ModelLoadError: the model cannot be served.
+    `model` is a hub id, folder, `.gguf` file, or the packaged model. `engine_config` are fields of `EngineConfig`;
+    unlike a server, the queue has no limit unless one is given. Raises pydantic's ValidationError (a ValueError) on a
+    wrong name or value, ModelLoadError if the model cannot be served.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, **engine_config: Any) -> None:
@@ -143,22 +133,19 @@ class LLM:
         sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Completes prompts.
+        """Completes prompts: a text or a list of token ids, or a list of these.
+
+        Returns one result per prompt, in order. A sample that failed alone has finish_reason "error" and `error`.
+        Raises InvalidRequestError if a prompt or its parameters cannot be served, and then aborts all prompts of the
+        call; EngineDeadError if the engine failed.
 
         Args:
-            prompts: a text or a list of token ids, or a list of these.
             sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show a progress bar with tokens/s.
-
-        Returns:
-            One result per prompt, in order. A sample that failed alone has finish_reason "error" and `error`.
-
-        Raises:
-            InvalidRequestError: a prompt or its parameters cannot be served; all prompts of the call are aborted.
-            EngineDeadError: the engine failed.
         """
         items = _as_prompts(prompts)
-        return self._run(items, [self._encode(prompt) for prompt in items], sampling_params, use_tqdm)
+        token_ids = [self.tokenizer.encode(item) if isinstance(item, str) else list(item) for item in items]
+        return self._run(items, token_ids, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -167,21 +154,15 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[GenerationResult]:
-        """Completes one conversation or several.
+        """Completes one conversation (a list of messages in OpenAI's format) or a list of conversations.
 
-        Args:
-            messages: a list of messages in OpenAI's format, or a list of such lists.
-            template_options: `add_generation_prompt`, `continue_final_message`, `tools`, `chat_template_kwargs`.
-
+        `template_options` are `add_generation_prompt`, `continue_final_message`, `tools`, `chat_template_kwargs`.
         Returns and raises the same as `generate`; InvalidRequestError also if the chat template rejects the messages.
         """
         conversations = _as_conversations(messages)
-        texts: list[Prompt] = [self.tokenizer.render_chat(list(talk), **template_options) for talk in conversations]
-        token_ids = [self.tokenizer.encode(str(text), add_special_tokens=False, param="messages") for text in texts]
+        texts = [self.tokenizer.render_chat(list(talk), **template_options) for talk in conversations]
+        token_ids = [self.tokenizer.encode(text, add_special_tokens=False, param="messages") for text in texts]
         return self._run(texts, token_ids, sampling_params, use_tqdm)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(
         self,
@@ -191,22 +172,27 @@ class LLM:
         use_tqdm: bool,
     ) -> list[GenerationResult]:
         """Adds all prompts and steps until they have ended. On an exception all of them are aborted."""
-        params = _as_params(sampling_params, len(prompts))
-        jobs = [
-            _Job(f"llm-{next(self._numbers)}", self.tokenizer, prompt, ids, one)
-            for prompt, ids, one in zip(prompts, token_ids, params, strict=True)
-        ]
+        jobs: dict[str, _Job] = {}
+        for prompt, ids, params in zip(prompts, token_ids, _as_params(sampling_params, len(prompts)), strict=True):
+            name = f"llm-{next(self._numbers)}"
+            result = GenerationResult(name, prompt if isinstance(prompt, str) else None, ids)
+            jobs[name] = _Job(result, params, [IncrementalDetokenizer(self.tokenizer, params) for _ in range(params.n)])
         try:
-            with _Progress(jobs, enabled=use_tqdm) as progress:
-                live = {job.result.request_id: job for job in jobs}
-                for job in jobs:
+            with tqdm(
+                total=len(jobs), desc="Generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+            ) as bar:
+                live, progress = dict(jobs), _Progress(bar)
+                for job in jobs.values():
                     self._add(job, live, progress)
                 while self.engine.has_unfinished_requests():
                     self._step(live, progress)
         except BaseException:
-            self._abandon(jobs)
+            for name in jobs:
+                self.engine.abort_request(name)
+            while self.engine.has_unfinished_requests():  # until their blocks are free
+                self.engine.step()
             raise
-        return [job.finish() for job in jobs]
+        return [job.finish() for job in jobs.values()]
 
     def _add(self, job: _Job, live: dict[str, _Job], progress: _Progress) -> None:
         while True:
@@ -220,52 +206,33 @@ class LLM:
 
     def _step(self, live: dict[str, _Job], progress: _Progress) -> None:
         for output in self.engine.step():
-            job = live.get(output.request_id)
-            if job is None:
-                continue  # of an earlier call that was interrupted
             if isinstance(output.error, EngineDeadError):
                 raise output.error
-            progress.count(len(output.new_token_ids))
+            job = live.get(output.request_id)
+            if job is None:
+                continue  # of an earlier call that was interrupted, or sampled before an abort took effect
+            progress.num_output_tokens += len(output.new_token_ids)
             if job.take(output):
                 self.engine.abort_request(output.request_id, output.index)
-            if job.is_done and not job.is_counted:
-                job.is_counted = True
+            if job.is_done:
+                del live[output.request_id]
                 progress.finish_one(job)
 
-    def _abandon(self, jobs: list[_Job]) -> None:
-        """Aborts all prompts and steps until their blocks are free."""
-        for job in jobs:
-            self.engine.abort_request(job.result.request_id)
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
 
-
+@dataclass(slots=True)
 class _Progress:
     """A progress bar: completed prompts, and tokens/s."""
 
-    def __init__(self, jobs: list[_Job], *, enabled: bool) -> None:
-        self._bar = tqdm(total=len(jobs), desc="Generating", unit="prompt", disable=not enabled, dynamic_ncols=True)
-        self._started = time.perf_counter()
-        self._input_tokens = 0
-        self._output_tokens = 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def count(self, num_tokens: int) -> None:
-        self._output_tokens += num_tokens
+    bar: tqdm
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
 
     def finish_one(self, job: _Job) -> None:
-        self._input_tokens += len(job.result.prompt_token_ids)
-        seconds = max(time.perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(
-            f"in: {self._input_tokens / seconds:.1f} tokens/s, out: {self._output_tokens / seconds:.1f} tokens/s",
-            refresh=False,
-        )
-        self._bar.update(1)
+        self.num_input_tokens += len(job.result.prompt_token_ids)
+        seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+        rates = self.num_input_tokens / seconds, self.num_output_tokens / seconds
+        self.bar.set_postfix_str("in: {:.1f} tokens/s, out: {:.1f} tokens/s".format(*rates), refresh=False)
+        self.bar.update(1)
 
 
 def _as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
@@ -274,21 +241,16 @@ def _as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise InvalidRequestError("prompt: must be a text, a list of token ids, or a list of such", param="prompt")
-    if prompts and all(_is_token_id(item) for item in prompts):
+    if prompts and _are_token_ids(prompts):
         return [list(prompts)]
-    items: list[Prompt] = []
     for place, prompt in enumerate(prompts):
-        if isinstance(prompt, (list, tuple)) and all(_is_token_id(item) for item in prompt):
-            items.append(list(prompt))
-        elif isinstance(prompt, str):
-            items.append(prompt)
-        else:
+        if not isinstance(prompt, str) and not _are_token_ids(prompt):
             raise InvalidRequestError(f"prompt[{place}]: must be a text or a list of token ids", param="prompt")
-    return items
+    return list(prompts)
 
 
-def _is_token_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+def _are_token_ids(prompt: object) -> TypeGuard[Items[int]]:
+    return isinstance(prompt, (list, tuple)) and all(type(item) is int for item in prompt)
 
 
 def _as_conversations(messages: Items[Message] | Items[Items[Message]]) -> list[list[Message]]:
@@ -310,7 +272,6 @@ def _as_params(params: SamplingParams | Items[SamplingParams] | None, count: int
             "sampling_params: must be SamplingParams, or a list of them, one per prompt", param="sampling_params"
         )
     if len(params) != count:
-        raise InvalidRequestError(
-            f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt", param="sampling_params"
-        )
+        message = f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt"
+        raise InvalidRequestError(message, param="sampling_params")
     return list(params)

@@ -56,32 +56,21 @@ class SamplingParams(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     structured_output: StructuredOutput | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod
-    def _stop_as_tuple(cls, value: Any) -> Any:
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return (value,)
+    def _as_tuple(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return () if value is None else (value,)
         return tuple(value) if isinstance(value, list) else value
 
-    @field_validator("stop")
+    @field_validator("stop", "stop_token_ids")
     @classmethod
-    def _stop_is_not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if any(not text for text in value):
-            raise ValueError("a stop string must not be empty")
-        return value
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _ids_as_tuple(cls, value: Any) -> Any:
-        return () if value is None else tuple(value) if isinstance(value, list) else value
-
-    @field_validator("stop_token_ids")
-    @classmethod
-    def _ids_not_negative(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(token_id < 0 for token_id in value):
-            raise ValueError("a token id must not be negative")
+    def _check_items(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        for item in value:
+            if item == "":
+                raise ValueError("a stop string must not be empty")
+            if isinstance(item, int) and item < 0:
+                raise ValueError("a token id must not be negative")
         return value
 
     @field_validator("logit_bias", mode="after")

@@ -6,6 +6,7 @@ import enum
 import itertools
 import sys
 import time
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,94 +29,62 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Prompt, output tokens and block table of one sample.
 
     Tokens `num_computed_tokens .. num_tokens` are still to be computed. Prefill, a chunk of it, decode and recompute
     after a preemption are that one operation with different lengths. The K and V of a sampled token are written in the
     step after the one that samples it.
-
-    Args:
-        request_id: unique among the live requests.
-        prompt_token_ids: at least one.
-        arrival_time: seconds of `time.monotonic()`; orders requests of equal priority.
-        priority: lower goes first.
-        cache_salt: sequences share cached blocks only with those of the same salt.
-        index: number of the sample within its request (n > 1).
     """
 
-    __slots__ = (
-        "arrival_number",
-        "arrival_time",
-        "block_hashes",
-        "block_table",
-        "block_table_row",
-        "cache_salt",
-        "finish_reason",
-        "index",
-        "max_output_tokens",
-        "num_cached_tokens",
-        "num_computed_before_preemption",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_tokens",
-        "output_token_ids",
-        "priority",
-        "prompt_token_ids",
-        "rejection_reason",
-        "request_id",
-        "sampler_state",
-        "sampling_params",
-        "seq_id",
-        "skip_prefix_lookup",
-        "status",
-        "stop_token_ids",
-        "times_bypassed",
-    )
+    request_id: str  # unique among the live requests
+    prompt_token_ids: list[int]  # at least one; copied
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    arrival_time: float | None = None  # seconds of `time.monotonic()`; orders requests of equal priority
+    priority: int = 0  # lower goes first
+    cache_salt: str | None = None  # cached blocks are shared only between sequences of the same salt
+    index: int = 0  # of the sample within its request (n > 1)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        index: int = 0,
-    ) -> None:
-        self.request_id = request_id
-        self.index = index
-        self.seq_id = request_id if sampling_params.n == 1 else f"{request_id}/{index}"
-        self.prompt_token_ids = list(prompt_token_ids)
-        self.output_token_ids: list[int] = []
-        self.sampling_params = sampling_params
-        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self.arrival_number = next(_arrivals)
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: FinishReason | None = None
-        # Written by the block manager only.
-        self.block_table: list[int] = []
-        self.num_computed_tokens = 0
-        self.block_hashes: list[Any] = []
-        # Written by the worker only: the sampler's state, and the row of the worker's BlockTable.
-        self.sampler_state: Any = None
-        self.block_table_row: Any = None
-        # Log probabilities of the prompt need the logits of its tokens, so these must be computed.
-        self.skip_prefix_lookup = sampling_params.prompt_logprobs is not None
-        # Written by the scheduler only.
-        self.stop_token_ids: frozenset[int] = frozenset(sampling_params.stop_token_ids)
-        self.max_output_tokens = sys.maxsize if sampling_params.max_tokens is None else sampling_params.max_tokens
-        self.num_cached_tokens = 0
-        self.rejection_reason: RejectionReason | None = None
-        self.times_bypassed = 0
-        self.num_preemptions = 0
-        self.num_computed_before_preemption = 0
+    seq_id: str = field(init=False)
+    output_token_ids: list[int] = field(init=False, default_factory=list)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    arrival_number: int = field(init=False, default_factory=_arrivals.__next__)
+
+    # Written by the block manager only.
+    block_table: list[int] = field(init=False, default_factory=list)
+    num_computed_tokens: int = field(init=False, default=0)
+    block_hashes: list[Any] = field(init=False, default_factory=list)
+    # Written by the worker only: the sampler's state, and the row of the worker's BlockTable.
+    sampler_state: Any = field(init=False, default=None)
+    block_table_row: Any = field(init=False, default=None)
+    # Written by the scheduler only.
+    stop_token_ids: frozenset[int] = field(init=False)
+    max_output_tokens: int = field(init=False)
+    num_cached_tokens: int = field(init=False, default=0)
+    rejection_reason: RejectionReason | None = field(init=False, default=None)
+    times_bypassed: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    num_computed_before_preemption: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        self.prompt_token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.prompt_token_ids)
+        self.seq_id = self.request_id if params.n == 1 else f"{self.request_id}/{self.index}"
+        if self.arrival_time is None:
+            self.arrival_time = time.monotonic()
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.max_output_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
+
+    @property
+    def skip_prefix_lookup(self) -> bool:
+        """Log probabilities of the prompt need the logits of its tokens, so these must be computed."""
+        return self.sampling_params.prompt_logprobs is not None
 
     @property
     def context_len(self) -> int:
@@ -126,7 +95,7 @@ class Sequence:
         return self.output_token_ids[-1] if self.output_token_ids else self.prompt_token_ids[-1]
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> tuple[int, float | None, int]:
         """Orders running sequences: by priority, then by arrival."""
         return self.priority, self.arrival_time, self.arrival_number
 
@@ -142,11 +111,9 @@ class Sequence:
     def token_ids(self, start: int, end: int) -> list[int]:
         """Returns tokens start..end of prompt and output together."""
         split = self.num_prompt_tokens
-        if end <= split:
-            return self.prompt_token_ids[start:end]
         if start >= split:
             return self.output_token_ids[start - split : end - split]
-        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]
+        return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - split)]
 
     def __repr__(self) -> str:
         return (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 
@@ -18,12 +20,11 @@ class RejectionReason(StrEnum):
     QUEUE_FULL = "queue_full"
 
 
-def _gauge(metric: str, help_text: str) -> Any:
-    return field(default=0, metadata={"type": "gauge", "metric": metric, "help": help_text})
+def _metric(kind: str, metric: str, help_text: str) -> Any:
+    return field(default=0, metadata={"type": kind, "metric": metric, "help": help_text})
 
 
-def _counter(metric: str, help_text: str) -> Any:
-    return field(default=0, metadata={"type": "counter", "metric": metric, "help": help_text})
+_gauge, _counter = partial(_metric, "gauge"), partial(_metric, "counter")
 
 
 @dataclass(slots=True)
@@ -63,10 +64,7 @@ class EngineStats:
     prefix_cache_hit_tokens_total: int = _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache")
     preemptions_total: int = _counter("preemptions", "Running sequences whose blocks were taken back")
     integrity_violations_total: int = _counter("integrity_violations", "Broken invariants of the block manager")
-    rejections: dict[str, int] = field(default_factory=dict)
+    rejections: dict[str, int] = field(default_factory=Counter)
     """By RejectionReason. A request counts once per wait, under its first reason."""
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=Counter)
     """Ended samples by finish reason."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

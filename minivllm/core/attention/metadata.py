@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minivllm.core.kv_cache import flat_slots
+
 if TYPE_CHECKING:
     from minivllm.core.attention.kv_pool import KVCachePool
 
@@ -28,7 +30,7 @@ class AttentionMetadata:
         seq_lens: (S,) int32, context length of each sequence, the tokens of this step included.
         query_start_loc_cpu, seq_lens_cpu: the same on the host, int64.
         block_tables: (S, max_blocks) int32, physical blocks in token order, padded with the padding block.
-        slot_mapping: (T,) int64, flat slot (block * block_size + offset) of each token's K and V.
+        slot_mapping: (T,) int64, flat slot of each token's K and V.
         kv_cache: the pool.
     """
 
@@ -84,7 +86,8 @@ class ModelInput:
         query_start_loc = np.concatenate(([0], np.cumsum(query_lens)))
         positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], query_lens)
         rows = np.repeat(np.arange(len(starts)), query_lens)
-        blocks, offsets = block_tables[rows, positions // kv_cache.block_size], positions % kv_cache.block_size
+        blocks = block_tables[rows, positions // kv_cache.block_size].astype(np.int64)
+        slots = flat_slots(blocks, positions % kv_cache.block_size, kv_cache.block_size)
         device = kv_cache.device
         return cls(
             input_ids=to_device(np.array(token_ids, dtype=np.int64), device),
@@ -95,7 +98,7 @@ class ModelInput:
                 query_start_loc_cpu=query_start_loc,
                 seq_lens_cpu=ends,
                 block_tables=to_device(block_tables, device),
-                slot_mapping=to_device(blocks.astype(np.int64) * kv_cache.block_size + offsets, device),
+                slot_mapping=to_device(slots, device),
                 kv_cache=kv_cache,
             ),
         )

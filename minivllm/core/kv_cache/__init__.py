@@ -1,5 +1,5 @@
 """Manages the physical KV blocks: block tables, prefix cache, admission checks. No torch."""
 
-from minivllm.core.kv_cache.block_manager import BlockManager, BlockOwner, Slot
+from minivllm.core.kv_cache.block_manager import BlockManager, BlockOwner, Slot, flat_slots
 
-__all__ = ["BlockManager", "BlockOwner", "Slot"]
+__all__ = ["BlockManager", "BlockOwner", "Slot", "flat_slots"]

@@ -11,21 +11,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from minivllm.core.errors import BlockNotInUseError, IntegrityError, InvalidRequestError, NoFreeBlocksError
+from minivllm.core.errors import BlockNotInUseError, IntegrityError, InvalidRequestError
 from minivllm.core.kv_cache import block_pool
-from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix, require_count
+from minivllm.core.kv_cache.block_pool import BlockPool, CachedPrefix, PrefixKey, require_count
 from minivllm.core.kv_cache.integrity import BlockSequence, TableInUse, check_all, check_table, sequence_name
 from minivllm.core.stats import RejectionReason
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Index = TypeVar("Index", int, "npt.NDArray[np.int64]")
+
 
 class Slot(NamedTuple):
-    """Where the K and V of one token are written. The flat slot is `physical_block_id * block_size + offset`."""
+    """Where the K and V of one token are written."""
 
     physical_block_id: int
     offset: int
+
+
+def flat_slots(block_ids: Index, offsets: Index, block_size: int) -> Index:
+    """Returns the slot numbers of one token (ints) or of several (arrays), as the runner writes K and V to them."""
+    return block_ids * block_size + offsets
 
 
 class BlockOwner(NamedTuple):
@@ -39,8 +49,7 @@ class BlockOwner(NamedTuple):
     request_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The blocks of the longest cached prefix of a sequence, and the prefix that each block caches."""
 
     block_ids: tuple[int, ...] = ()
@@ -49,14 +58,11 @@ class PrefixMatch:
 
 
 class BlockManager:
-    """Manages the blocks of one KV pool.
+    """Manages the `num_blocks` usable blocks of one KV pool, of `block_size` tokens each.
 
-    Args:
-        num_blocks: usable blocks; a fresh pool hands out 0, 1, 2, ...
-        block_size: tokens per block.
-        enable_prefix_caching: share full blocks of equal prefixes, and keep them after their release.
-        watermark: share of `num_blocks` that admission leaves free while another sequence has blocks.
-        validate: check all invariants before the blocks of a sequence are freed.
+    Prefix caching shares full blocks of equal prefixes, and keeps them after their release. `watermark` is the share of
+    the blocks that admission leaves free while another sequence has blocks. `validate` checks all invariants before the
+    blocks of a sequence are freed.
     """
 
     def __init__(
@@ -120,33 +126,31 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or sequence.block_table or getattr(sequence, "skip_prefix_lookup", False):
             return PrefixMatch()
-        block_ids: list[int] = []
         prefixes: list[CachedPrefix] = []
-        parent: CachedPrefix | None = None
-        salt = getattr(sequence, "cache_salt", None)
+        prefix: CachedPrefix | None = None
         for index in range((sequence.num_tokens - 1) // self.block_size):
-            block_id = self.pool.find(self._hash(sequence, index), self._block_tokens(sequence, index), parent, salt)
-            if block_id is None or (parent := self.pool.prefixes[block_id]) is None:
+            prefix = self.pool.find(self._prefix_key(sequence, index, prefix))
+            if prefix is None:
                 break
-            block_ids.append(block_id)
-            prefixes.append(parent)
-        return PrefixMatch(tuple(block_ids), tuple(prefixes), len(block_ids) * self.block_size)
+            prefixes.append(prefix)
+        block_ids = tuple(prefix.block_id for prefix in prefixes)
+        return PrefixMatch(block_ids, tuple(prefixes), len(prefixes) * self.block_size)
 
     def admission_rejection(
         self, sequence: BlockSequence, match: PrefixMatch, reserved: int = 0
     ) -> RejectionReason | None:
         """Returns why the sequence cannot be admitted with all its tokens; None if it can.
 
-        Args:
-            match: from `match_prefix`. Hits in use cost nothing, evictable hits cost a free block like new ones.
-            reserved: free blocks that admitted prompts still need for their later chunks.
+        Hits in use cost nothing, evictable hits cost a free block like new ones. `reserved` counts the free blocks
+        that admitted prompts still need for their later chunks.
         """
-        in_use = len(match.block_ids) - self._num_evictable(match.block_ids)
-        return self._rejection(self._num_missing(sequence, sequence.num_tokens) - in_use + reserved)
+        missing = -(-sequence.num_tokens // self.block_size) - len(sequence.block_table)
+        hits_in_use = sum(1 for block_id in match.block_ids if self.pool.reference_counts[block_id])
+        return self._rejection(missing - hits_in_use + reserved)
 
     def can_append_slot(self, sequence: BlockSequence) -> bool:
         """Returns whether the blocks suffice for all tokens of the sequence."""
-        return self._num_missing(sequence, sequence.num_tokens) <= self.pool.num_free
+        return self.can_append_slots((sequence,))
 
     def can_append_slots(self, sequences: Iterable[BlockSequence]) -> bool:
         """Returns whether the blocks suffice for all tokens of these sequences together."""
@@ -163,7 +167,11 @@ class BlockManager:
         for table in self._tables.values():
             for block_id in table.sequence.block_table:
                 users.setdefault(block_id, []).append(sequence_name(table.sequence))
-        return [self._owner(block_id, tuple(users.get(block_id, ()))) for block_id in range(self.num_blocks)]
+        owners = []
+        for block_id, count in enumerate(self.pool.reference_counts):
+            kept: Literal["free", "cached"] = "free" if self.pool.prefixes[block_id] is None else "cached"
+            owners.append(BlockOwner(block_id, "owned" if count else kept, tuple(users.get(block_id, ()))))
+        return owners
 
     # ---- the blocks of a sequence
 
@@ -172,20 +180,16 @@ class BlockManager:
 
         An empty table starts with the cached prefix, of which at least one of the tokens is left to compute, and
         `num_computed_tokens` becomes its length. Raises NoFreeBlocksError, and then changes nothing.
-
-        Args:
-            match: from `match_prefix`; looked up if not given, or if a block of it was evicted since.
+        `match` is looked up if it is not given, or if a block of it was evicted since.
         """
         require_count(num_tokens, "num_tokens", at_least=1)
         if num_tokens > sequence.num_tokens:
-            raise InvalidRequestError(
-                f"num_tokens is {num_tokens}, but {sequence_name(sequence)} has {sequence.num_tokens}",
-                param="num_tokens",
-            )
+            message = f"num_tokens is {num_tokens}, but {sequence_name(sequence)} has {sequence.num_tokens}"
+            raise InvalidRequestError(message, param="num_tokens")
         if sequence.block_table:
             self._allocate_up_to(sequence, num_tokens)
             return
-        if match is None or any(map(self._is_evicted, match.block_ids, match.prefixes)):
+        if match is None or any(self.pool.prefixes[prefix.block_id] is not prefix for prefix in match.prefixes):
             match = self.match_prefix(sequence)
         num_hits = min(len(match.block_ids), (num_tokens - 1) // self.block_size)
         table = self._allocate_up_to(sequence, num_tokens, match.block_ids[:num_hits])
@@ -201,35 +205,36 @@ class BlockManager:
         """
         num_tokens, size = sequence.num_tokens, self.block_size
         self._allocate_up_to(sequence, num_tokens)
-        return Slot(sequence.block_table[(num_tokens - 1) // size], (num_tokens - 1) % size)
+        position = num_tokens - 1
+        return Slot(sequence.block_table[position // size], position % size)
 
     def slot_mapping(self, sequence: BlockSequence, start: int, end: int) -> list[int]:
         """Returns the flat slots of tokens start..end, all of which the table must cover."""
         require_count(start, "start")
         size, block_table = self.block_size, sequence.block_table
         if not start <= end <= len(block_table) * size:
-            raise InvalidRequestError(
-                f"tokens {start}..{end} of {sequence_name(sequence)} are not within {len(block_table)} blocks",
-                param="end",
-            )
-        return [block_table[position // size] * size + position % size for position in range(start, end)]
+            name = sequence_name(sequence)
+            message = f"tokens {start}..{end} of {name} are not within {len(block_table)} blocks"
+            raise InvalidRequestError(message, param="end")
+        return [flat_slots(block_table[position // size], position % size, size) for position in range(start, end)]
 
     def mark_computed(self, sequence: BlockSequence, num_tokens: int) -> None:
         """Records that the K and V of the first `num_tokens` tokens are written, and caches the blocks now full."""
         table = self._tables.get(id(sequence)) or self._table_of(sequence)
-        if not (
-            0 <= sequence.num_computed_tokens <= num_tokens <= table.covered_tokens
-            and num_tokens <= sequence.num_tokens
-        ):
-            raise IntegrityError(
-                f"{sequence_name(sequence)}: {num_tokens} tokens cannot be computed; {sequence.num_computed_tokens} "
-                f"are, {table.covered_tokens} are covered, {sequence.num_tokens} exist",
-                request_ids=(sequence_name(sequence),),
-            )
+        computed, covered, total = sequence.num_computed_tokens, table.covered_tokens, sequence.num_tokens
+        if not (0 <= computed <= num_tokens <= covered and num_tokens <= total):
+            name = sequence_name(sequence)
+            counts = f"{computed} are, {covered} are covered, {total} exist"
+            raise IntegrityError(f"{name}: {num_tokens} tokens cannot be computed; {counts}", request_ids=(name,))
         sequence.num_computed_tokens = num_tokens
-        if self.enable_prefix_caching:
-            while (table.num_full_blocks + 1) * self.block_size <= num_tokens:
-                self._cache_next_block(table)
+        while (table.num_full_blocks + 1) * self.block_size <= num_tokens and self.enable_prefix_caching:
+            # A block that duplicates a cached one stays uncached; the chain continues with the cached prefix.
+            key = self._prefix_key(sequence, table.num_full_blocks, table.prefix)
+            table.prefix = self.pool.find(key)
+            if table.prefix is None:
+                table.prefix = CachedPrefix(*key, sequence.block_table[table.num_full_blocks])
+                self.pool.cache(table.prefix)
+            table.num_full_blocks += 1
 
     def free_sequence(self, sequence: BlockSequence) -> None:
         """Frees all blocks of the sequence, the last one first. A no-op if it has none.
@@ -252,7 +257,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False, and changes nothing, while a cached block is in use."""
-        if len(self.pool.block_of_hash) > len(self.pool.evictable):
+        if len(self.pool.prefix_of_hash) > len(self.pool.evictable):
             return False
         self.pool.evict_all()
         return True
@@ -263,28 +268,12 @@ class BlockManager:
 
     # ---- inside
 
-    def _num_missing(self, sequence: BlockSequence, num_tokens: int) -> int:
-        """Returns how many blocks the table lacks for `num_tokens` tokens; at most 0 when it covers them."""
-        return -(-num_tokens // self.block_size) - len(sequence.block_table)
-
-    def _num_evictable(self, block_ids: Iterable[int]) -> int:
-        counts = self.pool.reference_counts
-        return sum(1 for block_id in block_ids if not counts[block_id])
-
-    def _is_evicted(self, block_id: int, prefix: CachedPrefix) -> bool:
-        return self.pool.prefixes[block_id] is not prefix
-
     def _rejection(self, needed: int) -> RejectionReason | None:
         free = self.pool.num_free
         if needed > free:
             return RejectionReason.NO_FREE_BLOCKS
         others_run = free < self.num_blocks
         return RejectionReason.WATERMARK if others_run and free - needed < self.watermark_blocks else None
-
-    def _owner(self, block_id: int, request_ids: tuple[str, ...]) -> BlockOwner:
-        if self.pool.reference_counts[block_id]:
-            return BlockOwner(block_id, "owned", request_ids)
-        return BlockOwner(block_id, "free" if self.pool.prefixes[block_id] is None else "cached", ())
 
     def _allocate_up_to(self, sequence: BlockSequence, num_tokens: int, hits: tuple[int, ...] = ()) -> TableInUse:
         """Extends the table by `hits` and then by new blocks until it covers `num_tokens` tokens."""
@@ -293,14 +282,12 @@ class BlockManager:
         covered = table.covered_tokens
         if -(-covered // size) != len(block_table) or not 0 <= sequence.num_computed_tokens <= covered:
             check_table(table, size)  # raises
-        needed = -(-num_tokens // size) - len(block_table) - len(hits)
+        needed = -(-num_tokens // size) - len(block_table)
         if needed > 0:
-            taken = needed + self._num_evictable(hits)
-            if taken > self.pool.num_free:
-                raise NoFreeBlocksError(f"{taken} blocks needed, {self.pool.num_free} of {self.num_blocks} free")
+            self.pool.require_free(needed - sum(1 for hit in hits if self.pool.reference_counts[hit]))
             for block_id in hits:
                 self.pool.reference(block_id)
-            block_ids = self.allocate_blocks(needed)
+            block_ids = self.allocate_blocks(needed - len(hits))
             self._unassigned.difference_update(block_ids)
             block_table += (*hits, *block_ids)
             self._tables[id(sequence)] = table
@@ -310,48 +297,35 @@ class BlockManager:
 
     def _table_of(self, sequence: BlockSequence) -> TableInUse:
         """Returns what is known of a sequence. A table filled by hand from `allocate_blocks` is in use from now on."""
-        table = self._tables.get(id(sequence))
-        if table is not None:
-            return table
-        table, block_table = TableInUse(sequence), sequence.block_table
+        if known := self._tables.get(id(sequence)):
+            return known
+        block_table = sequence.block_table
+        table = TableInUse(sequence, min(sequence.num_tokens, len(block_table) * self.block_size))
         if block_table:
-            foreign = set(block_table) - self._unassigned
-            if foreign:
-                name = sequence_name(sequence)
-                message = f"{name} has block {min(foreign)} in its table, which was not allocated to it"
-                raise IntegrityError(message, block_id=min(foreign), request_ids=(name,))
+            if foreign := set(block_table) - self._unassigned:
+                name, block_id = sequence_name(sequence), min(foreign)
+                message = f"{name} has block {block_id} in its table, which was not allocated to it"
+                raise IntegrityError(message, block_id=block_id, request_ids=(name,))
             self._unassigned.difference_update(block_table)
-            table.covered_tokens = min(sequence.num_tokens, len(block_table) * self.block_size)
             self._tables[id(sequence)] = table
         return table
 
-    def _cache_next_block(self, table: TableInUse) -> None:
-        """Caches the next full block, unless its prefix is cached already. The hash chain continues either way."""
-        sequence, index = table.sequence, table.num_full_blocks
-        block_hash, token_ids = self._hash(sequence, index), self._block_tokens(sequence, index)
-        salt = getattr(sequence, "cache_salt", None)
-        cached = self.pool.find(block_hash, token_ids, table.prefix, salt)
-        prefix = None if cached is None else self.pool.prefixes[cached]
-        if prefix is None:
-            prefix = CachedPrefix(block_hash, token_ids, table.prefix, salt)
-            self.pool.cache(sequence.block_table[index], prefix)
-        table.prefix = prefix
-        table.num_full_blocks = index + 1
+    def _prefix_key(self, sequence: BlockSequence, index: int, parent: CachedPrefix | None) -> PrefixKey:
+        """Returns what identifies the prefix that ends with logical block `index`; `parent` is the prefix before it.
 
-    def _hash(self, sequence: BlockSequence, index: int) -> Hashable:
-        """Returns the chained hash of logical block `index`, memoized on the sequence: tokens are only appended."""
+        Hashes are memoized on the sequence, since tokens are only appended.
+        """
         known: list[Hashable] = getattr(sequence, "block_hashes", [])
         salt = getattr(sequence, "cache_salt", None)
         while len(known) <= index:
-            parent = known[-1] if known else None
-            known.append(block_pool.hash_block(parent, self._block_tokens(sequence, len(known)), salt))
-        return known[index]
+            tokens = self._block_tokens(sequence, len(known))
+            known.append(block_pool.hash_block(known[-1] if known else None, tokens, salt))
+        return known[index], self._block_tokens(sequence, index), parent, salt
 
     def _block_tokens(self, sequence: BlockSequence, index: int) -> tuple[int, ...]:
         # A tuple, since Python's garbage collector does not traverse tuples of numbers.
         start, end = index * self.block_size, (index + 1) * self.block_size
-        prompt = sequence.prompt_token_ids
-        if end <= len(prompt):
+        prompt, split = sequence.prompt_token_ids, len(sequence.prompt_token_ids)
+        if end <= split:
             return tuple(prompt[start:end])
-        split = len(prompt)
         return (*prompt[start:], *sequence.output_token_ids[max(0, start - split) : end - split])

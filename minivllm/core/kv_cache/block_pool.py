@@ -21,6 +21,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from minivllm.core.errors import BlockNotInUseError, IntegrityError, InvalidRequestError, NoFreeBlocksError
 
@@ -31,10 +32,7 @@ _HASH_KEY = os.urandom(32)
 def hash_block(parent_hash: Hashable, token_ids: tuple[int, ...], cache_salt: str | None) -> Hashable:
     """Returns the hash of a full block, chained over all tokens before it.
 
-    Args:
-        parent_hash: of the block before; None for the first block.
-        token_ids: of this block.
-        cache_salt: hashed into the first block only, and through the chain into all.
+    `parent_hash` is None for the first block; `cache_salt` is hashed into that one only, and so chained into all.
     """
     digest = hashlib.blake2b(key=_HASH_KEY, digest_size=16)
     if parent_hash is None:
@@ -56,17 +54,11 @@ class CachedPrefix:
     token_ids: tuple[int, ...]
     parent: CachedPrefix | None
     cache_salt: str | None
+    block_id: int
 
-    def has_tokens(self, token_ids: tuple[int, ...], parent: CachedPrefix | None, cache_salt: str | None) -> bool:
-        """Compares the whole prefix. O(1) if the parents are one object, as they are unless one was evicted."""
-        if self.token_ids != token_ids or self.cache_salt != cache_salt:
-            return False
-        mine, other = self.parent, parent
-        while mine is not other:
-            if mine is None or other is None or mine.token_ids != other.token_ids:
-                return False
-            mine, other = mine.parent, other.parent
-        return True
+
+PrefixKey: TypeAlias = tuple[Hashable, tuple[int, ...], CachedPrefix | None, str | None]
+"""All of a CachedPrefix but the block."""
 
 
 class BlockPool:
@@ -79,28 +71,28 @@ class BlockPool:
         self.free: deque[int] = deque(range(num_blocks))
         # An OrderedDict and not a dict: popping the first entry of a dict repeatedly costs O(n).
         self.evictable: OrderedDict[int, None] = OrderedDict()
-        self.block_of_hash: dict[Hashable, int] = {}
+        self.prefix_of_hash: dict[Hashable, CachedPrefix] = {}
 
     @property
     def num_free(self) -> int:
         return len(self.free) + len(self.evictable)
 
-    def take(self, count: int) -> list[int]:
-        """Takes `count` blocks with reference count 1. Raises NoFreeBlocksError, and then takes none."""
+    def require_free(self, count: int) -> None:
+        """Raises NoFreeBlocksError unless `count` blocks can be taken."""
         if count > self.num_free:
             raise NoFreeBlocksError(f"{count} blocks needed, {self.num_free} of {self.num_blocks} free")
-        return [self._take_one() for _ in range(count)]
 
-    def _take_one(self) -> int:
-        if self.free:
-            block_id = self.free.popleft()
-        else:
-            block_id, _ = self.evictable.popitem(last=False)
-            self._evict(block_id)
-        if self.reference_counts[block_id]:
-            raise IntegrityError(f"block {block_id} is free and in use at the same time", block_id=block_id)
-        self.reference_counts[block_id] = 1
-        return block_id
+    def take(self, count: int) -> list[int]:
+        """Takes `count` blocks with reference count 1. Raises NoFreeBlocksError, and then takes none."""
+        self.require_free(count)
+        block_ids = []
+        for _ in range(count):
+            block_id = self.free.popleft() if self.free else self._evict()
+            if self.reference_counts[block_id]:
+                raise IntegrityError(f"block {block_id} is free and in use at the same time", block_id=block_id)
+            self.reference_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
 
     def reference(self, block_id: int) -> None:
         """Adds a reference to a cached block."""
@@ -122,43 +114,50 @@ class BlockPool:
         seen: set[int] = set()
         for block_id in block_ids:
             if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
-                raise BlockNotInUseError(
-                    f"there is no block {block_id!r}; ids go from 0 to {self.num_blocks - 1}", block_id=block_id
-                )
-            if self.reference_counts[block_id] == 0:
-                raise BlockNotInUseError(f"block {block_id} is not in use (a double free?)", block_id=block_id)
-            if block_id in seen:
-                raise BlockNotInUseError(f"block {block_id} is repeated in one call", block_id=block_id)
-            seen.add(block_id)
+                problem = f"there is no block {block_id!r}; ids go from 0 to {self.num_blocks - 1}"
+            elif self.reference_counts[block_id] == 0:
+                problem = f"block {block_id} is not in use (a double free?)"
+            elif block_id in seen:
+                problem = f"block {block_id} is repeated in one call"
+            else:
+                seen.add(block_id)
+                continue
+            raise BlockNotInUseError(problem, block_id=block_id)
 
-    def find(
-        self, block_hash: Hashable, token_ids: tuple[int, ...], parent: CachedPrefix | None, cache_salt: str | None
-    ) -> int | None:
-        """Returns the block that caches exactly this prefix. The hash proposes it, the tokens decide."""
-        block_id = self.block_of_hash.get(block_hash)
-        if block_id is None:
+    def find(self, key: PrefixKey) -> CachedPrefix | None:
+        """Returns the cached prefix of exactly these tokens. The hash proposes it, the tokens decide.
+
+        O(1) if the parents are one object, as they are unless one was evicted.
+        """
+        block_hash, token_ids, parent, cache_salt = key
+        prefix = self.prefix_of_hash.get(block_hash)
+        if prefix is None or prefix.token_ids != token_ids or prefix.cache_salt != cache_salt:
             return None
-        prefix = self.prefixes[block_id]
-        return block_id if prefix is not None and prefix.has_tokens(token_ids, parent, cache_salt) else None
+        mine = prefix.parent
+        while mine is not parent:
+            if mine is None or parent is None or mine.token_ids != parent.token_ids:
+                return None
+            mine, parent = mine.parent, parent.parent
+        return prefix
 
-    def cache(self, block_id: int, prefix: CachedPrefix) -> None:
+    def cache(self, prefix: CachedPrefix) -> None:
         """Makes a block in use findable, unless another prefix of the same hash is cached already."""
-        if prefix.block_hash not in self.block_of_hash:
-            self.block_of_hash[prefix.block_hash] = block_id
-            self.prefixes[block_id] = prefix
+        if self.prefix_of_hash.setdefault(prefix.block_hash, prefix) is prefix:
+            self.prefixes[prefix.block_id] = prefix
 
     def evict_all(self) -> None:
         """Moves all evictable blocks to the free queue, in their order."""
         while self.evictable:
-            block_id, _ = self.evictable.popitem(last=False)
-            self._evict(block_id)
-            self.free.append(block_id)
+            self.free.append(self._evict())
 
-    def _evict(self, block_id: int) -> None:
+    def _evict(self) -> int:
+        """Removes the least recently used evictable block, and its prefix from the index."""
+        block_id, _ = self.evictable.popitem(last=False)
         prefix = self.prefixes[block_id]
-        if prefix is None or self.block_of_hash.pop(prefix.block_hash, None) != block_id:
+        if prefix is None or self.prefix_of_hash.pop(prefix.block_hash, None) is not prefix:
             raise IntegrityError(f"block {block_id} is evictable, but not in the prefix index", block_id=block_id)
         self.prefixes[block_id] = None
+        return block_id
 
 
 def require_count(value: int, name: str, *, at_least: int = 0) -> None:

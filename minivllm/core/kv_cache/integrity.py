@@ -15,15 +15,11 @@ class BlockSequence(Protocol):
     """What the manager needs of a sequence; optional: `seq_id`, `cache_salt`, `skip_prefix_lookup`, `block_hashes`."""
 
     request_id: str
-    block_table: list[int]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    num_tokens: int
     num_computed_tokens: int
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> list[int]: ...
-    @property
-    def output_token_ids(self) -> list[int]: ...
+    block_table: list[int]
 
 
 @dataclass(slots=True)
@@ -50,20 +46,15 @@ def check_table(table: TableInUse, block_size: int) -> None:
     expected = -(-covered // block_size)
     if len(sequence.block_table) != expected or not 0 <= sequence.num_computed_tokens <= covered:
         name, block_table = sequence_name(sequence), sequence.block_table
-        _fail(
-            f"{name} has {sequence.num_computed_tokens} computed tokens and {len(block_table)} blocks {block_table}, "
-            f"but {expected} blocks were allocated for {covered} tokens",
-            block_table[-1] if block_table else None,
-            (name,),
-        )
+        found = f"{sequence.num_computed_tokens} computed tokens and {len(block_table)} blocks {block_table}"
+        message = f"{name} has {found}, but {expected} blocks were allocated for {covered} tokens"
+        _fail(message, block_table[-1] if block_table else None, (name,))
 
 
 def check_all(pool: BlockPool, block_size: int, tables: Collection[TableInUse], unassigned: set[int]) -> None:
     """Raises IntegrityError naming the first violation. O(blocks).
 
-    Args:
-        tables: the block tables in use.
-        unassigned: blocks from `allocate_blocks` that are in none of these tables.
+    `tables` are those in use; `unassigned` are the blocks from `allocate_blocks` that are in none of these.
     """
     users: dict[int, list[str]] = {}
     for table in tables:
@@ -105,27 +96,22 @@ def _check_references(pool: BlockPool, block_id: int, users: tuple[str, ...], is
     count = pool.reference_counts[block_id]
     if count != len(users) + is_unassigned:
         also = " and allocated without a sequence" if is_unassigned else ""
-        _fail(
-            f"block {block_id} has reference count {count}, but is in the tables of {list(users)}{also}",
-            block_id,
-            users,
-        )
+        message = f"block {block_id} has reference count {count}, but is in the tables of {list(users)}{also}"
+        _fail(message, block_id, users)
     if count > 1 and pool.prefixes[block_id] is None:
         _fail(f"block {block_id} is shared by {list(users)}, but not cached", block_id, users)
 
 
 def _check_index(pool: BlockPool) -> None:
     """The prefix index and the prefixes of the blocks refer to each other."""
-    num_cached = 0
     for block_id, prefix in enumerate(pool.prefixes):
-        if prefix is not None:
-            num_cached += 1
-            if pool.block_of_hash.get(prefix.block_hash) != block_id:
-                _fail(f"block {block_id} is cached, but not in the prefix index", block_id, ())
-        elif block_id in pool.evictable:
+        if prefix is None and block_id in pool.evictable:
             _fail(f"block {block_id} is evictable, but not cached", block_id, ())
-    if len(pool.block_of_hash) != num_cached:
-        _fail(f"the prefix index has {len(pool.block_of_hash)} blocks, {num_cached} are cached", None, ())
+        if prefix is not None and (pool.prefix_of_hash.get(prefix.block_hash), prefix.block_id) != (prefix, block_id):
+            _fail(f"block {block_id} is cached, but not in the prefix index", block_id, ())
+    num_indexed, num_cached = len(pool.prefix_of_hash), pool.num_blocks - pool.prefixes.count(None)
+    if num_indexed != num_cached:
+        _fail(f"the prefix index has {num_indexed} blocks, {num_cached} are cached", None, ())
 
 
 def _fail(message: str, block_id: int | None, request_ids: tuple[str, ...]) -> None:

@@ -25,14 +25,12 @@ from minivllm.core.errors import (
     MinivllmError,
     NeverFitsError,
 )
-from minivllm.core.kv_cache.block_manager import BlockManager, PrefixMatch
+from minivllm.core.kv_cache.block_manager import BlockManager, flat_slots
 from minivllm.core.outputs import RequestOutput, SampleResult
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput, StepPlan
 from minivllm.core.scheduler.request_queue import RequestQueue
 from minivllm.core.sequence import FinishReason, Sequence, SequenceStatus
 from minivllm.core.stats import EngineStats, RejectionReason
-
-__all__ = ["ScheduledSequence", "Scheduler", "SchedulerOutput"]
 
 BYPASS_LOOKAHEAD = 8
 """Requests behind a blocked queue head that a step looks at, so that its cost is independent of the queue's length."""
@@ -44,11 +42,8 @@ class Scheduler:
     Use: `step = schedule()`, compute it, `outputs = update_from_output(step, results)`, in turn. `add` and `abort` may
     be called between; an abort while a step is computed takes effect in `update_from_output`.
 
-    Args:
-        config: `max_model_len` and `max_num_batched_tokens` get defaults (the pool's tokens, 512) when None.
-        block_manager: of the pool that the sequences run on.
-        eos_token_ids: tokens that end a sequence unless it ignores them.
-        on_end: called once with every sequence that ends.
+    `max_model_len` and `max_num_batched_tokens` default to the pool's tokens and 512. `eos_token_ids` end a sequence
+    unless it ignores them. `on_end` is called once with every sequence that ends.
     """
 
     def __init__(
@@ -84,10 +79,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def has_unfinished(self) -> bool:
         """Returns True until the last terminal output is taken."""
         return bool(self._live)
@@ -101,15 +92,28 @@ class Scheduler:
         then keeps nothing.
         """
         self.check_new(sequence)
-        self._check_fits(sequence)
+        length, max_model_len = sequence.num_prompt_tokens, self.config.max_model_len
+        if length + (sequence.sampling_params.max_tokens != 0) > max_model_len:
+            self.count_never_fits()
+            raise NeverFitsError(
+                f"the prompt has {length} tokens; the context of {max_model_len} tokens must hold it and at least one "
+                "token of output",
+                param="prompt",
+                num_prompt_tokens=length,
+                max_model_len=max_model_len,
+            )
         group = [sequence, *followers]
         if not self._waiting.has_room(group, self.config.max_waiting_requests, self.config.max_waiting_tokens):
-            self._count_rejection(RejectionReason.QUEUE_FULL)
+            self.stats.rejections[RejectionReason.QUEUE_FULL.value] += 1
             raise EngineOverloadedError(
                 f"the server is overloaded: {self.num_waiting} requests of {self._waiting.num_tokens} tokens wait"
             )
         for sample in group:
-            self._set_ends(sample)
+            params = sample.sampling_params
+            if not params.ignore_eos:
+                sample.stop_token_ids |= self.eos_token_ids
+            room = self.config.max_model_len - sample.num_prompt_tokens
+            sample.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._live[sequence.request_id] = group
         self.stats.requests_total += 1
         self.stats.prompt_tokens_total += sequence.num_prompt_tokens
@@ -127,6 +131,10 @@ class Scheduler:
         if sequence.request_id in self._live:
             raise InvalidRequestError(f"request id {sequence.request_id!r} is in use", param="request_id")
 
+    def count_never_fits(self) -> None:
+        """Counts a prompt that can never fit; the ingress also refuses some before they arrive here."""
+        self.stats.rejections[RejectionReason.NEVER_FITS.value] += 1
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one sample of it, in any state. Unknown and ended ids are a no-op."""
         for sequence in list(self._live.get(request_id, ())):
@@ -141,12 +149,10 @@ class Scheduler:
         """Ends every live sequence with `error`. Blocks that cannot be freed stay in use."""
         self._in_flight = None
         self._aborted_in_flight.clear()
-        for sequence in [sequence for group in self._live.values() for sequence in group]:
-            if not sequence.is_finished:
-                with contextlib.suppress(IntegrityError):
-                    self.block_manager.free_sequence(sequence)
-                output = self._output(sequence, SampleResult(error=error))
-                self._finish(sequence, output, FinishReason.ERROR)
+        for sequence in [one for group in self._live.values() for one in group if not one.is_finished]:
+            with contextlib.suppress(IntegrityError):
+                self.block_manager.free_sequence(sequence)
+            self._finish(sequence, FinishReason.ERROR, SampleResult(error=error))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Returns the new outputs. The id of a request is free again once all its terminal outputs are taken."""
@@ -169,26 +175,34 @@ class Scheduler:
         preempted = self._schedule_running(plan)
         if not preempted:  # otherwise there is no room, and the preempted must not be overtaken
             self._admit(plan)
-        self._in_flight = plan.freeze()
+        self._in_flight = plan.freeze(self._slot_mapping(plan) if self.block_manager.validate else None)
         return self._in_flight
+
+    def _slot_mapping(self, plan: StepPlan) -> list[int]:
+        """Returns the flat slots that the step writes: of a decode the allocated one, of others by the block table."""
+        slots: list[int] = []
+        for sequence, start, end, _, slot in plan.scheduled:
+            if slot is None:
+                slots += self.block_manager.slot_mapping(sequence, start, end)
+            else:
+                slots.append(flat_slots(*slot, self.block_manager.block_size))
+        return slots
 
     def update_from_output(
         self, step: SchedulerOutput, results: SequenceOf[int | SampleResult | None]
     ) -> list[RequestOutput]:
-        """Applies the results of a step, and returns all new outputs. Raises IntegrityError.
+        """Applies the results of the step that `schedule` returned last, and returns all new outputs.
 
-        Args:
-            step: what `schedule` returned last.
-            results: one per scheduled sequence: the sampled id, None where none is sampled, or a SampleResult.
+        `results` has one per scheduled sequence: the sampled id, None where none is sampled, or a SampleResult. Raises
+        IntegrityError.
         """
         if step is not self._in_flight:
             raise InvalidRequestError(
                 "update_from_output() was not given the step that schedule() returned last", param="step"
             )
         if len(results) != len(step.sequences):
-            raise InvalidRequestError(
-                f"{len(results)} results for {len(step.sequences)} scheduled sequences", param="results"
-            )
+            message = f"{len(results)} results for {len(step.sequences)} scheduled sequences"
+            raise InvalidRequestError(message, param="results")
         self._in_flight = None
         self.stats.steps_total += bool(step.sequences)
         self.stats.computed_tokens_total += step.num_tokens
@@ -196,23 +210,24 @@ class Scheduler:
         for scheduled, result in zip(step.sequences, results, strict=True):
             if not aborted or scheduled.sequence not in aborted:
                 self._advance(scheduled, result if isinstance(result, SampleResult) else SampleResult(result))
-        self._apply_aborts()
+        self.close_step()
         return self.take_outputs()
 
-    def discard_step(self) -> None:
-        """Drops the step in flight, which was interrupted: its tokens are scheduled again."""
+    def close_step(self) -> None:
+        """Ends the step in flight and applies the aborts that waited for it. Without results it is scheduled again."""
         self._in_flight = None
-        self._apply_aborts()
+        for sequence in self._aborted_in_flight:
+            self._end(sequence, FinishReason.ABORT)
+        self._aborted_in_flight.clear()
 
     # ---- running sequences
 
     def _schedule_running(self, plan: StepPlan) -> bool:
         """Schedules the running sequences, decodes before prompts. Returns whether any was preempted."""
-        decodes = [one for one in self._running if one.num_tokens - one.num_computed_tokens <= 1]
-        prompts = [one for one in self._running if one.num_tokens - one.num_computed_tokens > 1]
+        decodes_first = sorted(self._running, key=lambda one: one.num_tokens - one.num_computed_tokens > 1)
         has_blocks = self.block_manager.can_append_slots(self._running)
         preempted = False
-        for sequence in decodes + prompts:
+        for sequence in decodes_first:
             if plan.budget == 0:  # by prompts: no more sequences run than the budget has tokens
                 break
             if preempted and sequence.status is not SequenceStatus.RUNNING:
@@ -228,7 +243,7 @@ class Scheduler:
         """
         manager, preempted = self.block_manager, False
         start, end = sequence.num_computed_tokens, sequence.num_tokens
-        while not has_blocks and not manager.can_append_slot(sequence):
+        while not (has_blocks or manager.can_append_slot(sequence)):
             room = (len(sequence.block_table) + manager.get_num_free_blocks()) * manager.block_size
             if room > start:
                 end = room
@@ -237,11 +252,12 @@ class Scheduler:
             if self._preempt_last(plan) is sequence:
                 return True
         if sequence.num_tokens - start <= 1:
-            manager.append_slot_for_decode(sequence)
+            slot = manager.append_slot_for_decode(sequence)
+            plan.add(sequence, end, slot if manager.validate else None)  # kept slots are work for the garbage collector
         else:
             end = min(end, self._chunk_end(plan, sequence, start))
             manager.allocate_for_prefill(sequence, end)
-        plan.add(sequence, end)
+            plan.add(sequence, end)
         return preempted
 
     def _chunk_end(self, plan: StepPlan, sequence: Sequence, start: int) -> int:
@@ -268,13 +284,13 @@ class Scheduler:
         A head that lacks blocks may be bypassed by requests of its own priority that fit, but by no more than
         `max_head_bypasses` in all; a preempted one is never bypassed.
         """
-        if not self._waiting.num_admissible:
+        if not self._waiting.admissible:
             return
         reserved = sum(map(self._num_reserved, self._running))
         blocked: Sequence | None = None
         position = 0
-        while position < self._waiting.num_admissible and position <= BYPASS_LOOKAHEAD:
-            sequence = self._waiting.at(position)
+        while position < len(self._waiting.admissible) and position <= BYPASS_LOOKAHEAD:
+            sequence = self._waiting.admissible[position]
             if blocked is not None and not self._may_bypass(sequence, blocked):
                 break
             reason = self._try_admit(plan, sequence, reserved)
@@ -285,7 +301,7 @@ class Scheduler:
                 continue
             if sequence.rejection_reason is None:  # one rejection per wait, under its first reason
                 sequence.rejection_reason = reason
-                self._count_rejection(reason)
+                self.stats.rejections[reason.value] += 1
             if reason not in (RejectionReason.NO_FREE_BLOCKS, RejectionReason.WATERMARK):
                 break
             blocked = blocked or sequence
@@ -305,7 +321,7 @@ class Scheduler:
         return max(0, -(-sequence.num_tokens // self.block_manager.block_size) - len(sequence.block_table))
 
     def _try_admit(self, plan: StepPlan, sequence: Sequence, reserved: int) -> RejectionReason | None:
-        """Lets a waiting sequence run, or returns why it cannot."""
+        """Lets a waiting sequence run and schedules its first chunk, or returns why it cannot."""
         if len(self._running) >= self.config.max_num_seqs:
             return RejectionReason.MAX_NUM_SEQS
         # Every running sequence gets a token in every step, so no more may run than the budget has tokens.
@@ -313,12 +329,8 @@ class Scheduler:
             return RejectionReason.TOKEN_BUDGET
         match = self.block_manager.match_prefix(sequence)
         reason = self.block_manager.admission_rejection(sequence, match, reserved)
-        if reason is None:
-            self._start(plan, sequence, match)
-        return reason
-
-    def _start(self, plan: StepPlan, sequence: Sequence, match: PrefixMatch) -> None:
-        """Moves a waiting sequence to the running ones and schedules its first chunk."""
+        if reason is not None:
+            return reason
         end = self._chunk_end(plan, sequence, match.num_cached_tokens)
         self.block_manager.allocate_for_prefill(sequence, end, match)
         self._waiting.remove(sequence)
@@ -332,12 +344,13 @@ class Scheduler:
         sequence.times_bypassed = 0
         insort(self._running, sequence, key=lambda running: running.rank)
         plan.add(sequence, end)
+        return None
 
     # ---- results
 
     def _advance(self, scheduled: ScheduledSequence, result: SampleResult) -> None:
         """Applies the result of one sequence: counts its tokens, appends the sampled one, ends it if it is complete."""
-        sequence, start, end, samples = scheduled
+        sequence, start, end, samples, _ = scheduled
         if result.error is not None:
             self._end(sequence, FinishReason.ERROR, SampleResult(error=result.error))
             return
@@ -349,99 +362,60 @@ class Scheduler:
                 result = replace(result, prompt_logprobs=result.prompt_logprobs[recomputed:])
         if start < sequence.num_prompt_tokens <= end:
             self._waiting.release_followers(sequence)
+        reason = None
         if samples:
-            self._append_token(sequence, result)
+            token_id = result.token_id
+            if token_id is None:
+                raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
+            sequence.append_token(token_id)
+            self.stats.generated_tokens_total += 1
+            num_generated = len(sequence.output_token_ids)
+            if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
+                reason = FinishReason.STOP
+            elif num_generated >= sequence.max_output_tokens:
+                reason = FinishReason.LENGTH
         elif end == sequence.num_tokens:  # max_tokens=0: the prompt is scored, nothing is sampled
-            self._end(sequence, FinishReason.LENGTH, result)
-        elif result.prompt_logprobs:
-            self._outputs.append(self._output(sequence, result))
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence, reason, result)
+        elif samples or result.prompt_logprobs:
+            self._emit(sequence, result)
 
-    def _append_token(self, sequence: Sequence, result: SampleResult) -> None:
-        token_id = result.token_id
-        if token_id is None:
-            raise InvalidRequestError(f"no token was sampled for {sequence.seq_id}", param="results")
-        sequence.append_token(token_id)
-        self.stats.generated_tokens_total += 1
-        output = self._output(sequence, result)
-        num_generated = len(sequence.output_token_ids)
-        if token_id in sequence.stop_token_ids and num_generated >= sequence.sampling_params.min_tokens:
-            output.stop_token_id = token_id
-            self._close(sequence, output, FinishReason.STOP)
-        elif num_generated >= sequence.max_output_tokens:
-            self._close(sequence, output, FinishReason.LENGTH)
-        else:
-            self._outputs.append(output)
-
-    def _output(self, sequence: Sequence, result: SampleResult) -> RequestOutput:
-        return RequestOutput(
+    def _emit(self, sequence: Sequence, result: SampleResult) -> None:
+        """Adds an output, which is the terminal one if the sequence is finished."""
+        token_id, logprobs, reason = result.token_id, result.logprobs, sequence.finish_reason
+        finished = reason is not None
+        output = RequestOutput(
             sequence.request_id,
-            [] if result.token_id is None else [result.token_id],
-            False,
-            None,
+            [] if token_id is None else [token_id],
+            finished,
+            reason,
             sequence.num_cached_tokens,
             sequence.index,
-            None if result.logprobs is None else [result.logprobs],
+            None if logprobs is None else [logprobs],
             result.prompt_logprobs,
             result.error,
+            token_id if finished and reason is FinishReason.STOP else None,
         )
-
-    def _apply_aborts(self) -> None:
-        for sequence in self._aborted_in_flight:
-            self._end(sequence, FinishReason.ABORT)
-        self._aborted_in_flight.clear()
+        self._outputs.append(output)
 
     # ---- ends
 
     def _end(self, sequence: Sequence, reason: FinishReason, result: SampleResult | None = None) -> None:
-        """Ends a sequence without a sampled token."""
-        self._close(sequence, self._output(sequence, result or SampleResult()), reason)
-
-    def _close(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
         """Frees the blocks of a sequence and ends it. Raises IntegrityError, and then the sequence has not ended."""
         self.block_manager.free_sequence(sequence)
-        self._finish(sequence, output, reason)
+        self._finish(sequence, reason, result or SampleResult())
 
-    def _finish(self, sequence: Sequence, output: RequestOutput, reason: FinishReason) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, result: SampleResult) -> None:
         """Ends a sequence, the only place that does: removes it from its queue and adds its terminal output."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = output.finish_reason = reason
-        output.finished = True
-        self._outputs.append(output)
-        self.stats.finished[reason.value] = self.stats.finished.get(reason.value, 0) + 1
+        sequence.finish_reason = reason
+        self._emit(sequence, result)
+        self.stats.finished[reason.value] += 1
         if self._on_end is not None:
             self._on_end(sequence)
         self._waiting.release_followers(sequence)  # without a leader each computes its own prompt
-
-    # ---- checks at arrival
-
-    def _check_fits(self, sequence: Sequence) -> None:
-        room = 0 if sequence.sampling_params.max_tokens == 0 else 1
-        max_model_len = self.config.max_model_len
-        if sequence.num_prompt_tokens + room > max_model_len:
-            self.count_never_fits()
-            raise NeverFitsError(
-                f"the prompt has {sequence.num_prompt_tokens} tokens; the context of {max_model_len} tokens "
-                "must hold it and at least one token of output",
-                param="prompt",
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                max_model_len=max_model_len,
-            )
-
-    def count_never_fits(self) -> None:
-        """Counts a prompt that can never fit; the ingress also refuses some before they arrive here."""
-        self._count_rejection(RejectionReason.NEVER_FITS)
-
-    def _count_rejection(self, reason: RejectionReason) -> None:
-        self.stats.rejections[reason.value] = self.stats.rejections.get(reason.value, 0) + 1
-
-    def _set_ends(self, sequence: Sequence) -> None:
-        """Sets the tokens and the length that end the sequence."""
-        params = sequence.sampling_params
-        if not params.ignore_eos:
-            sequence.stop_token_ids = sequence.stop_token_ids | self.eos_token_ids
-        room = self.config.max_model_len - sequence.num_prompt_tokens
-        sequence.max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)

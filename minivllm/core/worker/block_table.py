@@ -44,7 +44,7 @@ class BlockTable:
         """Returns (S, max_blocks): the blocks that cover the tokens of each sequence up to this step's end."""
         rows = []
         longest = 0
-        for sequence, _, end, _ in scheduled:
+        for sequence, _, end, *_ in scheduled:
             num_blocks = -(-end // self._block_size)
             row = self._row_of(sequence)
             if num_blocks > row.num_blocks:

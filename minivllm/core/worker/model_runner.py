@@ -15,6 +15,7 @@ from minivllm.core.attention import choose_backend
 from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.attention.metadata import ModelInput, to_device
 from minivllm.core.config import EngineConfig
+from minivllm.core.errors import IntegrityError
 from minivllm.core.models.backbone import Backbone, TransformersBackbone, choose_backbone
 from minivllm.core.models.loader import LoadedModel, default_num_threads, load_model
 from minivllm.core.native.memory import prefer_huge_pages
@@ -123,6 +124,8 @@ class ModelRunner:
         sampling = [scheduled.sequence for scheduled in step.sequences if scheduled.samples]
         self.sampler.start_bitmasks(sampling)
         model_input = self._build_input(step.sequences)
+        if step.slot_mapping is not None and step.slot_mapping != model_input.attention.slot_mapping.tolist():
+            raise IntegrityError("the block tables of the runner differ from those of the block manager")
         hidden_states = self.backbone.hidden_states(model_input)
         rows = model_input.last_rows[[scheduled.samples for scheduled in step.sequences]]
         samples = iter(self._sample(hidden_states, rows, sampling))
@@ -139,7 +142,7 @@ class ModelRunner:
         starts = np.fromiter((scheduled.start for scheduled in sequences), np.int64, len(sequences))
         ends = np.fromiter((scheduled.end for scheduled in sequences), np.int64, len(sequences))
         token_ids: list[int] = []
-        for sequence, start, end, _ in sequences:
+        for sequence, start, end, *_ in sequences:
             token_ids += sequence.token_ids(start, end)
         return ModelInput.build(token_ids, starts, ends, self._block_table.tables(sequences), self.kv_cache)
 
