@@ -32,8 +32,8 @@ _RECORDER_NAME = "minivllm_recorder"
 # Arguments of attention functions that do not change the result.
 _HARMLESS_ARGUMENTS = frozenset(
     {"cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "logits_to_keep", "max_length_k"}
-    | {"max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "position_embeddings"}
-    | {"position_ids", "return_dict", "use_cache"}
+    | {"max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states"}
+    | {"output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache"}
 )
 
 _FEATURE_OF_ARGUMENT = {"s_aux": "attention sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
