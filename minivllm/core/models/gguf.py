@@ -47,7 +47,8 @@ def gguf_read_once() -> Iterator[None]:
     parse = getattr(transformers_gguf, "_gguf_parse_value", None)
     if parse is not None:
         replaced.append((transformers_gguf, "_gguf_parse_value", _with_quick_texts(parse)))
-    if _takes_the_same(getattr(gguf.quants, "_apply_over_grouped_rows", None), _by_large_groups):
+    by_groups = getattr(gguf.quants, "_apply_over_grouped_rows", None)
+    if by_groups is not None and [*signature(by_groups).parameters] == [*signature(_by_large_groups).parameters]:
         replaced.append((gguf.quants, "_apply_over_grouped_rows", _by_large_groups))
     originals = [getattr(module, name) for module, name, _ in replaced]
     for module, name, replacement in replaced:
@@ -80,16 +81,8 @@ def _by_large_groups(
     func: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], arr: npt.NDArray[Any], otype: Any, oshape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
     """Applies `func` to many rows at a time. gguf applies it to 16, and its Python code then dominates."""
-    out = np.empty(oshape, dtype=otype)
-    if out.size == 0:
-        return out
+    if arr.size == 0:
+        return np.empty(oshape, dtype=otype)
     rows = arr.reshape(-1, arr.shape[-1])
-    flat = out.reshape(len(rows), -1)
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        group = rows[first : first + _ROWS_AT_ONCE]
-        flat[first : first + _ROWS_AT_ONCE] = func(group).reshape(len(group), -1)
-    return out
-
-
-def _takes_the_same(function: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
-    return function is not None and [*signature(function).parameters] == [*signature(other).parameters]
+    groups = np.array_split(rows, len(rows) // _ROWS_AT_ONCE or 1)
+    return np.concatenate([func(group).ravel() for group in groups], dtype=otype).reshape(oshape)

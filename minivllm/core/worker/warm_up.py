@@ -47,9 +47,8 @@ def warm_up(runner: ModelRunner, max_num_batched_tokens: int) -> None:
         ((1,), (long_len + 2,)),
     )
     with ThreadPoolExecutor(1) as executor:
-        vocabulary = executor.submit(
-            runner.sampler.warm_up
-        )  # on the core that the Python code of the steps leaves idle
+        # On the core that the Python code of the steps leaves idle.
+        vocabulary = executor.submit(runner.sampler.warm_up)
         for query_lens, seq_lens in steps:
             runner.sampler.sample(run(query_lens, seq_lens), sequences[: len(query_lens)])
         vocabulary.result()
