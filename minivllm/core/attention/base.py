@@ -49,18 +49,13 @@ class AttentionBackend(ABC):
         self.device = device
 
     @classmethod
-    @abstractmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
         """Returns why this backend cannot serve such layers here, as a clause for an error message, or None."""
+        return None
 
     @abstractmethod
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Writes `key` and `value` at the slot mapping, then attends as `layers[layer_index]` says.
 

@@ -6,7 +6,7 @@ and V of a group are gathered through the block tables, padded to the longest co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,39 +61,26 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
 
-    @classmethod
-    def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-        return None
-
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         layer = self.layers[layer_index]
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
-        write(key_cache, key, metadata.slot_mapping)
-        write(value_cache, value, metadata.slot_mapping)
+        block_size = metadata.kv_cache.block_size
+        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        key_cache[blocks, :, offsets] = key
+        value_cache[blocks, :, offsets] = value
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in plan(metadata, layer.sliding_window):
             queries = query[group.rows].transpose(1, 2)
-            keys = gather(key_cache, group)
-            values = gather(value_cache, group)
+            keys, values = gather(key_cache, group), gather(value_cache, group)
             attended = self.attend(queries, keys, values, group.allowed.unsqueeze(1), layer)
             output[group.rows] = attended.transpose(1, 2)
         return output
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor,
-        layer: AttentionLayer,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, layer: AttentionLayer
     ) -> torch.Tensor:
         """Computes attention within a group.
 
@@ -130,23 +117,12 @@ class SdpaBackend(ReferenceBackend):
         return None
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor,
-        layer: AttentionLayer,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, layer: AttentionLayer
     ) -> torch.Tensor:
         heads_per_key = query.shape[1] // key.shape[1]
         if heads_per_key > 1:
             key, value = (states.repeat_interleave(heads_per_key, dim=1) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=layer.scale)
-
-
-def write(cache: torch.Tensor, states: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes K or V (T, num_kv_heads, head_size) to their slots of one layer's cache."""
-    block_size = cache.shape[2]
-    cache[slot_mapping // block_size, :, slot_mapping % block_size] = states
 
 
 def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
@@ -168,22 +144,19 @@ def plan(metadata: AttentionMetadata, sliding_window: int | None) -> list[Group]
     return metadata.plan(("reference", sliding_window), make)
 
 
-def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> list[Tile]:
-    block_size = metadata.kv_cache.block_size
-    result = []
+def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> Iterator[Tile]:
+    """Splits the queries of each sequence into tiles."""
     for sequence, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu.tolist())):
         context_len = int(metadata.seq_lens_cpu[sequence])
         for first_row in range(start, end, MAX_TILE_QUERIES):
             num_queries = min(MAX_TILE_QUERIES, end - first_row)
             first_position = context_len - end + first_row
             oldest_key = 0 if sliding_window is None else max(0, first_position - sliding_window + 1)
-            result.append(
-                Tile(sequence, first_row, num_queries, first_position + num_queries, oldest_key // block_size)
-            )
-    return result
+            first_block = oldest_key // metadata.kv_cache.block_size
+            yield Tile(sequence, first_row, num_queries, first_position + num_queries, first_block)
 
 
-def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
+def stack(all_tiles: Iterable[Tile], block_size: int) -> Iterator[list[Tile]]:
     """Groups tiles with the same number of queries and similar context lengths, within the limits."""
     current: list[Tile] = []
     for tile in sorted(all_tiles, key=lambda tile: (tile.num_queries, tile.num_blocks(block_size)), reverse=True):
@@ -200,6 +173,7 @@ def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
 
 
 def make_group(stacked: list[Tile], metadata: AttentionMetadata, sliding_window: int | None) -> Group:
+    """Builds the tensors of tiles with the same number of queries."""
     device, block_size = metadata.kv_cache.device, metadata.kv_cache.block_size
 
     def column(values: list[int]) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from minivllm.core.native import library
 from minivllm.core.native.bindings import Workspace
-from minivllm.core.native.packing import NumberFormat, PackedLinear, gemm, pack
+from minivllm.core.native.packing import NumberFormat, gemm, pack
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class PackedProjection(nn.Module):
         if found is None:
             raise RuntimeError("the native library is not available")
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._library: ctypes.CDLL = found
-        self._packed: PackedLinear = pack(found, linear.weight, linear.bias, number_format)
+        self._library = found
+        self._packed = pack(found, linear.weight, linear.bias, number_format)
         self._workspace = Workspace(found)
         # Some models read the dtype of their projections' weights.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
@@ -69,19 +69,6 @@ torch.library.register_fake(
 )
 
 
-def pack_projections(model: nn.Module, number_format: NumberFormat) -> int:
-    """Replaces every `nn.Linear` of `model` whose in_features is a multiple of 4. Returns their number."""
-    started = time.monotonic()
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.in_features % 4 == 0:
-                setattr(parent, name, PackedProjection(child, number_format))
-                count += 1
-    logger.info("%d projections packed in %.1f s (%s)", count, time.monotonic() - started, number_format.name.lower())
-    return count
-
-
 class TorchInt8Projection(nn.Module):
     """Replaces an `nn.Linear`: 8-bit weights with one scale per output, multiplied in float32 by torch.
 
@@ -91,7 +78,7 @@ class TorchInt8Projection(nn.Module):
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
-        # Some models ask their projections for the type of the weight.
+        # As in PackedProjection.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
         weight = linear.weight.detach().float()
@@ -110,10 +97,26 @@ class TorchInt8Projection(nn.Module):
         return output.to(states.dtype)
 
 
+def pack_projections(model: nn.Module, number_format: NumberFormat) -> None:
+    """Replaces every `nn.Linear` of `model` whose in_features is a multiple of 4 by a `PackedProjection`."""
+    started = time.monotonic()
+    count = _replace_projections(model, lambda linear: PackedProjection(linear, number_format), multiple_of=4)
+    logger.info("%d projections packed in %.1f s (%s)", count, time.monotonic() - started, number_format.name.lower())
+
+
 def quantize_with_torch(model: nn.Module) -> None:
     """Replaces every `nn.Linear` of `model` by a `TorchInt8Projection`."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, TorchInt8Projection(child))
+    _replace_projections(model, TorchInt8Projection)
     logger.info("projections with 8-bit weights, multiplied by torch")
+
+
+def _replace_projections(model: nn.Module, make: Callable[[nn.Linear], nn.Module], multiple_of: int = 1) -> int:
+    """Replaces every `nn.Linear` whose in_features is such a multiple by what `make` returns. Returns their number."""
+    count = 0
+    # Without the projections, so that each is freed once it is replaced.
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.in_features % multiple_of == 0:
+                setattr(parent, name, make(child))
+                count += 1
+    return count

@@ -38,12 +38,7 @@ class NativeBackend(AttentionBackend):
         return native.why_not()
 
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         query, key, value = (_with_dense_rows(states.to(query.dtype)) for states in (query, key, value))
         key_cache = metadata.kv_cache.key_cache[layer_index]

@@ -55,7 +55,10 @@ class AttentionCall(ctypes.Structure):
 
 
 class PackedLinear(ctypes.Structure):
-    """Mirrors `gemm_packing.hpp`."""
+    """Packed weight (num_outputs, depth) and bias of a linear layer. Mirrors `gemm_packing.hpp`.
+
+    `tensors` keeps the memory behind the pointers alive; `columns` is `num_outputs` padded to full panels.
+    """
 
     _fields_ = _fields(
         ("data column_scale compensation bias", c_void_p),
@@ -63,6 +66,8 @@ class PackedLinear(ctypes.Structure):
         ("max_norm", c_float),
         ("format", c_int32),
     )
+    num_outputs: int
+    tensors: list[Any]
 
 
 class Layer(ctypes.Structure):

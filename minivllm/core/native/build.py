@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -57,12 +58,9 @@ def _library_path() -> Path:
     path = folder / f"kernels-{_fingerprint(compiler)}.so"
     if path.exists():
         return path
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        is_writable = os.access(folder, os.W_OK)
-    except OSError:
-        is_writable = False
-    if not is_writable:
+    if not os.access(folder, os.W_OK):
         logger.warning("%s is not writable: the native CPU kernels are rebuilt at every start", folder)
         path = Path(tempfile.mkdtemp(prefix="minivllm-")) / path.name
     _compile(compiler, path)

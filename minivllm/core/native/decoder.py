@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +88,9 @@ class NativeDecoder:
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index)
-            free_weights(module)
+            for child in module.modules():
+                if isinstance(child, nn.Linear):
+                    child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         self._decoder = self._describe(model, layers[0], kv_cache, max_positions)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
@@ -137,33 +139,38 @@ class NativeDecoder:
 
     def _layer(self, module: Any, layer: AttentionLayer, kv_cache: KVCachePool, index: int) -> bindings.Layer:
         attention, mlp = module.self_attn, module.mlp
-        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
         number_format = self._number_format
         qkv_format = self.sensitive_format if index < NUM_SENSITIVE_LAYERS else number_format
+        head_norms = {
+            name: self._float32(getattr(attention, name).weight)
+            for name in ("q_norm", "k_norm")
+            if hasattr(attention, name)
+        }
         return bindings.Layer(
-            qkv_proj=self._pack(*fuse(qkv, torch.cat), qkv_format),
-            o_proj=self._pack(attention.o_proj.weight, attention.o_proj.bias, number_format),
-            gate_up_proj=self._pack(*fuse(gate_up, interleave), number_format),
-            down_proj=self._pack(mlp.down_proj.weight, mlp.down_proj.bias, number_format),
+            qkv_proj=self._pack(qkv_format, attention.q_proj, attention.k_proj, attention.v_proj),
+            o_proj=self._pack(number_format, attention.o_proj),
+            gate_up_proj=self._pack(number_format, mlp.gate_proj, mlp.up_proj, combine=interleave),
+            down_proj=self._pack(number_format, mlp.down_proj),
             input_layernorm=self._float32(module.input_layernorm.weight),
             post_attention_layernorm=self._float32(module.post_attention_layernorm.weight),
-            q_norm=self._head_norm(attention, "q_norm"),
-            k_norm=self._head_norm(attention, "k_norm"),
+            **head_norms,
             key_cache=kv_cache.key_cache[index].data_ptr(),
             value_cache=kv_cache.value_cache[index].data_ptr(),
             window=layer.sliding_window or 0,
         )
 
     def _pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, number_format: NumberFormat
+        self,
+        number_format: NumberFormat,
+        *projections: Any,
+        combine: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = torch.cat,
     ) -> bindings.PackedLinear:
-        packed = pack(self._library, weight, bias, number_format, self._arena)
+        """Packs one projection that computes several, its output columns ordered by `combine`."""
+        weights, biases = zip(*((projection.weight, projection.bias) for projection in projections), strict=True)
+        bias = None if biases[0] is None else combine(biases)
+        packed = pack(self._library, combine(weights), bias, number_format, self._arena)
         self._referenced.append(packed)
-        return packed.struct
-
-    def _head_norm(self, attention: nn.Module, name: str) -> int | None:
-        norm = getattr(attention, name, None)
-        return None if norm is None else self._float32(norm.weight)
+        return packed
 
     def _float32(self, weight: torch.Tensor) -> int:
         """Returns the address of a float32 copy that lives as long as the decoder."""
@@ -172,22 +179,7 @@ class NativeDecoder:
         return copy.data_ptr()
 
 
-def free_weights(module: nn.Module) -> None:
-    """Frees the weights of all projections in a module."""
-    for child in module.modules():
-        if isinstance(child, nn.Linear):
-            child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-def fuse(
-    projections: Iterable[Any], combine: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of one projection that computes several, its output columns ordered by `combine`."""
-    weights, biases = zip(*((projection.weight, projection.bias) for projection in projections), strict=True)
-    return combine(list(weights)), None if biases[0] is None else combine(list(biases))
-
-
-def interleave(tensors: list[torch.Tensor]) -> torch.Tensor:
+def interleave(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Interleaves the rows of tensors (N, ...) in runs of GATE_WIDTH."""
     runs = [tensor.reshape(-1, GATE_WIDTH, *tensor.shape[1:]) for tensor in tensors]
     return torch.stack(runs, dim=1).flatten(0, 2)

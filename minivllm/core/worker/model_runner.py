@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.attention.metadata import ModelInput, to_device
 from minivllm.core.config import EngineConfig
 from minivllm.core.models.backbone import Backbone, TransformersBackbone, choose_backbone
-from minivllm.core.models.loader import LoadedModel, default_num_threads, load_model
+from minivllm.core.models.loader import LoadedModel, load_model
 from minivllm.core.native.memory import prefer_huge_pages
 from minivllm.core.native.prefault import Prefaulter
 from minivllm.core.outputs import SampleResult, TokenLogprobs
@@ -41,7 +42,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     Raises:
         ModelLoadError: the model cannot be loaded or served, or there is too little memory for the pool.
     """
-    torch.set_num_threads(config.num_threads or default_num_threads())
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     model = load_model(config)
     attention = choose_backend(config.attention_backend, model.layers, model.dtype, model.device)
     sampler = _build_sampler(config, model)
@@ -51,6 +52,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     prefer_huge_pages(kv_cache.tensor)
     check_against_transformers(model, unoptimized, config.block_size)
     backbone = choose_backbone(config, model, attention, kv_cache)
+    logger.info("backbone: %s", backbone.name)
     return ModelRunner(model, backbone, kv_cache, sampler, Prefaulter.start(kv_cache))
 
 
