@@ -27,15 +27,13 @@ from minivllm.core.errors import InvalidRequestError, MinivllmError, RequestFail
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.ops import (
     Workspace,
-    apply_logit_bias,
-    apply_penalties,
     apply_token_bitmask,
     block_argmax,
-    mask_tokens,
     random_sample,
     random_sample_candidates,
     select_rows,
     unnormalized_softmax,
+    update_logits,
 )
 from minivllm.core.sampling.rng import make_seed
 from minivllm.core.sampling.state import SamplerState
@@ -46,6 +44,8 @@ from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_NOT_FINITE = "the model's output for this request is not a number"
 
 
 class Sampler:
@@ -136,6 +136,7 @@ class Sampler:
 
     # -- sampling ----------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
         """Samples one token per row.
 
@@ -150,18 +151,14 @@ class Sampler:
         self._join_bitmasks()
         if not sequences:
             return []
-        with torch.inference_mode():
-            return self._sample(logits.detach()[:, : self.vocab_size], sequences)
-
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """Samples plain greedy rows by one argmax over all rows, which is cheaper than selecting them."""
+        # Plain greedy rows by one argmax over all rows, which is cheaper than selecting them.
         states = [sequence.sampler_state for sequence in sequences]
         others = [row for row, state in enumerate(states) if state is None or not state.is_plain_greedy]
         if len(others) == len(sequences):
             return self._sample_isolated(logits, sequences)
         values, token_ids = block_argmax(logits)
         results = [
-            SampleResult(token_id) if is_finite else SampleResult(error=_not_finite())
+            SampleResult(token_id) if is_finite else SampleResult(error=RequestFailedError(_NOT_FINITE))
             for token_id, is_finite in zip(token_ids.tolist(), torch.isfinite(values).tolist(), strict=True)
         ]
         if others:
@@ -203,7 +200,7 @@ class Sampler:
         self._random_sample(adjusted, maxima, random_rows, states, token_ids)
         logprobs = _logprobs(raw, states, token_ids)
         return [
-            SampleResult(error=_not_finite())
+            SampleResult(error=RequestFailedError(_NOT_FINITE))
             if not raw_is_finite[row]
             else SampleResult(error=_failed("every token is masked"))
             if not is_finite[row]
@@ -213,18 +210,12 @@ class Sampler:
 
     def _adjust(self, logits: torch.Tensor, states: list[SamplerState]) -> None:
         """Applies penalties, bias, min_tokens and grammar bitmasks in place."""
-        rows = list(enumerate(states))
-        penalized = [(row, *state.penalties.update()) for row, state in rows if state.penalties is not None]
-        if penalized:
-            apply_penalties(logits, penalized)
-        biased = [(row, *state.logit_bias) for row, state in rows if state.logit_bias is not None]
-        if biased:
-            apply_logit_bias(logits, biased)
-        matchers = [(row, state.matcher) for row, state in rows if state.matcher is not None]
+        matchers = [(row, state.matcher) for row, state in enumerate(states) if state.matcher is not None]
         self._grammars.fill_bitmasks([matcher for _, matcher in matchers])
-        stops = [(row, state.stop_token_ids) for row, state in rows if state.masks_stop_tokens()]
-        if stops:
-            mask_tokens(logits, stops)
+        for same_kind in zip(*(state.updates() for state in states), strict=True):
+            updates = [(row, *update) for row, update in enumerate(same_kind) if update is not None]
+            if updates:
+                update_logits(logits, updates)
         if matchers:
             bitmask = np.stack([matcher.bitmask() for _, matcher in matchers])
             apply_token_bitmask(logits, [row for row, _ in matchers], bitmask, self._workspace)
@@ -238,16 +229,15 @@ class Sampler:
         token_ids: list[int],
     ) -> None:
         """Samples these rows at random; writes the tokens to `token_ids`."""
-        filtered = [row for row in rows if has_filter(states[row].params, logits.shape[1])]
-        unfiltered = [row for row in rows if row not in set(filtered)]
-        for selected in (unfiltered, filtered):
+        for is_filtered in (False, True):
+            selected = [row for row in rows if has_filter(states[row].params, logits.shape[1]) == is_filtered]
             if not selected:
                 continue
             picked, picked_maxima = select_rows(logits, selected), select_rows(maxima, selected)
             params = [states[row].params for row in selected]
             seeds = [states[row].seed for row in selected]
             positions = [len(states[row].sequence.output_token_ids) for row in selected]
-            if selected is filtered:
+            if is_filtered:
                 candidates = filter_candidates(picked, picked_maxima, params, self._workspace)
                 sampled = random_sample_candidates(*candidates, seeds, positions)
             else:
@@ -297,10 +287,6 @@ def _state(sequence: Sequence) -> SamplerState:
     if state is None:
         raise _failed("the sequence was not prepared")
     return state
-
-
-def _not_finite() -> RequestFailedError:
-    return RequestFailedError("the model's output for this request is not a number")
 
 
 def _failed(reason: str) -> RequestFailedError:
