@@ -54,7 +54,7 @@ class Sampler:
     Args:
         vocab_size: width of the logits.
         eos_token_ids: tokens that `min_tokens` masks and a finished grammar allows.
-        tokenizer: the tokenizer for structured output, or a function that loads it at first use.
+        tokenizer: loads the tokenizer for structured output at first use.
         seed: makes requests without a seed reproducible, by the order in which they are prepared.
     """
 
@@ -63,7 +63,7 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         *,
-        tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
         seed: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from minivllm.core.sampling.ops import FloatArray, IdArray
@@ -27,8 +29,7 @@ class PenaltyState:
         self._repetition = max(sequence.sampling_params.repetition_penalty, MIN_REPETITION_PENALTY)
         prompt = dict.fromkeys(sequence.prompt_token_ids) if self._repetition != 1.0 else {}
         self._place = {token_id: place for place, token_id in enumerate(prompt)}
-        self._ids: IdArray = np.fromiter(prompt, dtype=np.int64)
-        self._counts: FloatArray = np.zeros(len(prompt), dtype=np.float32)
+        self._ids, self._counts = array("q", prompt), array("f", [0.0] * len(prompt))
         self._num_counted = 0
 
     def update(self) -> LogitUpdate:
@@ -37,12 +38,13 @@ class PenaltyState:
         for token_id in output[self._num_counted :]:
             place = self._place.setdefault(token_id, len(self._place))
             if place == len(self._ids):
-                self._ids = np.append(self._ids, token_id)
-                self._counts = np.append(self._counts, np.float32(0))
+                self._ids.append(token_id)
+                self._counts.append(0.0)
             self._counts[place] += 1
         self._num_counted = len(output)
-        subtract = params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
-        return self._ids, self._repetition, -subtract.astype(np.float32)
+        counts = np.array(self._counts)
+        added = -params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        return np.array(self._ids), self._repetition, added.astype(np.float32)
 
 
 class SamplerState:

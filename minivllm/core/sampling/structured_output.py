@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ _LIMIT_MESSAGES = ("max is", "too many", "too large", "too big", "too complex", 
 """Parts of llguidance's messages about a grammar that exceeds a limit."""
 
 _MAX_CACHED_GRAMMARS = 64
-_PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
+_executor = cache(LLExecutor)
+"""The threads that compute bitmasks, started by the first one."""
 
 
 class GrammarMatcher:
@@ -102,18 +103,18 @@ class GrammarCompiler:
     """Compiles grammars and computes token bitmasks.
 
     Args:
-        tokenizer: the tokenizer, or a function that loads it at first use; None if there is none.
+        tokenizer: loads the tokenizer at first use; None if there is none.
         vocab_size: width of the logits.
         eos_token_ids: the tokens that may follow a complete answer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | Callable[[], Tokenizer] | None, vocab_size: int, eos_token_ids: frozenset[int]
+        self, tokenizer: Callable[[], Tokenizer] | None, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._ll_tokenizer: LLTokenizer | None = None
+        self.load_tokenizer = cache(self._load_tokenizer)
         self._compile_cached = lru_cache(_MAX_CACHED_GRAMMARS)(self._compile)
 
     def compile(self, structured_output: StructuredOutput) -> LLMatcher:
@@ -142,25 +143,23 @@ class GrammarCompiler:
         reason = matcher.get_error()
         raise _refusal(structured_output, "no text satisfies it" if "NoExtension" in reason else reason)
 
-    def load_tokenizer(self) -> LLTokenizer:
-        """Returns llguidance's form of the tokenizer; built once.
+    def _load_tokenizer(self) -> LLTokenizer:
+        """Returns llguidance's form of the tokenizer.
 
         Raises:
             InvalidRequestError: the model has no tokenizer that llguidance supports.
         """
-        if self._ll_tokenizer is None:
-            try:
-                tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
-                text = tokenizer.backend_json() if tokenizer is not None else None
-                if tokenizer is None or text is None:
-                    raise ModelLoadError("it has no fast tokenizer")
-                eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
-                width = max(self._vocab_size, tokenizer.vocab_size)
-                self._ll_tokenizer = LLTokenizer(text, n_vocab=width, eos_token=eos or None)
-            except (ModelLoadError, ValueError) as error:
-                reason = f"this model does not support structured output: {_first_line(str(error))}"
-                raise InvalidRequestError(reason, param="response_format") from error
-        return self._ll_tokenizer
+        try:
+            tokenizer = None if self._tokenizer is None else self._tokenizer()
+            text = None if tokenizer is None else tokenizer.backend_json()
+            if tokenizer is None or text is None:
+                raise ModelLoadError("it has no fast tokenizer")
+            eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
+            width = max(self._vocab_size, tokenizer.vocab_size)
+            return LLTokenizer(text, n_vocab=width, eos_token=eos or None)
+        except (ModelLoadError, ValueError) as error:
+            reason = f"this model does not support structured output: {_first_line(str(error))}"
+            raise InvalidRequestError(reason, param="response_format") from error
 
     def fill_bitmasks(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Computes the missing bitmasks of the next tokens, in parallel and without the GIL.
@@ -172,18 +171,14 @@ class GrammarCompiler:
         if not live:
             return
         bitmask = allocate_token_bitmask(len(live), self.load_tokenizer().vocab_size)
-        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(live)], bitmask)
+        fill_next_token_bitmask_par(_executor(), [(matcher, row) for row, (_, matcher) in enumerate(live)], bitmask)
         for (one, _), row in zip(live, bitmask, strict=True):
             one.set_bitmask(row)
-
-    @cached_property
-    def _executor(self) -> LLExecutor:
-        return LLExecutor()
 
 
 def _param(structured_output: StructuredOutput) -> str:
     """Returns the request field to name in errors."""
-    return _PARAMS.get(structured_output.kind, "structured_outputs")
+    return "response_format" if structured_output.kind.startswith("json") else "structured_outputs"
 
 
 def _grammar(structured_output: StructuredOutput) -> str:
