@@ -43,10 +43,8 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
         self.layers = layers
-        self.dtype = dtype
-        self.device = device
 
     @classmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:

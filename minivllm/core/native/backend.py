@@ -19,8 +19,8 @@ class NativeBackend(AttentionBackend):
 
     name = "native"
 
-    def __init__(self, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layers, dtype, device)
+    def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
+        super().__init__(layers)
         library = native.library()
         if library is None:
             raise RuntimeError(native.why_not())
@@ -46,7 +46,7 @@ class NativeBackend(AttentionBackend):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = self.layers[layer_index]
         call = bindings.AttentionCall(
-            metadata.plan(self, lambda: self._begin_step(metadata)),
+            metadata.plan(self._begin_step),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),

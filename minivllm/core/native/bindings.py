@@ -30,10 +30,10 @@ class AttentionMetadata(ctypes.Structure):
 
     @classmethod
     def of(cls, metadata: attention.AttentionMetadata) -> Self:
-        starts, lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        starts, lens = metadata.query_start_loc, metadata.seq_lens
         tables, slots = metadata.block_tables.contiguous(), metadata.slot_mapping.contiguous()
         pointers = (starts.ctypes.data, lens.ctypes.data, tables.data_ptr())
-        result = cls(metadata.num_sequences, slots.shape[0], *pointers, tables.stride(0), slots.data_ptr())
+        result = cls(len(lens), slots.shape[0], *pointers, tables.stride(0), slots.data_ptr())
         result.tensors = (starts, lens, tables, slots)
         return result
 

@@ -131,7 +131,7 @@ class ModelRunner:
         results = [next(samples) if scheduled.samples else SampleResult() for scheduled in step.sequences]
         for index, scheduled in enumerate(step.sequences):
             if scheduled.sequence.sampling_params.prompt_logprobs is not None:
-                first_row = int(model_input.attention.query_start_loc_cpu[index])
+                first_row = int(model_input.attention.query_start_loc[index])
                 logprobs = self._prompt_logprobs(hidden_states, first_row, scheduled)
                 if logprobs:
                     results[index] = replace(results[index], prompt_logprobs=logprobs)
