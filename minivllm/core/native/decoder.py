@@ -55,14 +55,10 @@ class NativeDecoder:
     Frees the model's own projection weights layer by layer, so that memory never contains all of them twice.
 
     Attributes:
-        hidden_size: of the output.
         sensitive_format: number format of the weights that int8 would harm most.
 
     Args:
         model: a model for which `why_not_decoder` returns None.
-        layers: attention parameters of each layer.
-        kv_cache: the pool of all steps.
-        number_format: of the projections.
         max_positions: maximum context length.
     """
 
@@ -84,7 +80,7 @@ class NativeDecoder:
         self._workspace = bindings.Workspace(native)
         self._arena = Arena()
         self._referenced: list[Any] = []  # keeps the memory behind the structures' pointers alive
-        self.hidden_size = int(model.config.hidden_size)
+        self._hidden_size = int(model.config.hidden_size)
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index)
@@ -96,7 +92,7 @@ class NativeDecoder:
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Returns the last hidden states (T, hidden_size) float32; writes the tokens' K and V to the pool."""
         metadata = bindings.AttentionMetadata.of(model_input.attention)
-        output = empty_float32(model_input.input_ids.shape[0], self.hidden_size)
+        output = empty_float32(model_input.input_ids.shape[0], self._hidden_size)
         self._library.minivllm_forward(
             self._workspace.handle(),
             ctypes.byref(self._decoder),
@@ -122,7 +118,7 @@ class NativeDecoder:
             rope_cos=cos.data_ptr(),
             rope_sin=sin.data_ptr(),
             num_layers=len(self._layers),
-            hidden_size=self.hidden_size,
+            hidden_size=self._hidden_size,
             intermediate_size=model.config.intermediate_size,
             num_query_heads=layer.num_query_heads,
             num_kv_heads=layer.num_kv_heads,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from minivllm.core.attention import choose_backend
@@ -53,7 +52,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     check_against_transformers(model, unoptimized, config.block_size)
     backbone = choose_backbone(config, model, attention, kv_cache)
     logger.info("backbone: %s", backbone.name)
-    return ModelRunner(model, backbone, kv_cache, sampler, Prefaulter.start(kv_cache))
+    return ModelRunner(model, backbone, kv_cache, sampler)
 
 
 def _build_sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
@@ -69,27 +68,18 @@ class ModelRunner:
     """A backbone, its KV pool and a sampler. Used by one thread; see `build_model_runner`.
 
     Attributes:
+        prefaulter: touches the pages of the pool in the background, or None.
         num_blocks: usable blocks of the pool.
-        vocab_size: width of the logits.
         max_model_len: longest context of the model itself, in tokens.
-        eos_token_ids: tokens that end a text.
         generation_defaults: sampling fields of the model's generation_config.
         default_token_budget: `max_num_batched_tokens` that suits the device.
-        prefaulter: touches the pages of the pool in the background, or None.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        backbone: Backbone,
-        kv_cache: KVCachePool,
-        sampler: Sampler,
-        prefaulter: Prefaulter | None = None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, backbone: Backbone, kv_cache: KVCachePool, sampler: Sampler) -> None:
         self.backbone = backbone
         self.kv_cache = kv_cache
         self.sampler = sampler
-        self.prefaulter = prefaulter
+        self.prefaulter = Prefaulter.start(kv_cache)
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
@@ -126,15 +116,17 @@ class ModelRunner:
         self.sampler.start_bitmasks(sampling)
         model_input = self._build_input(step.sequences)
         hidden_states = self.backbone.hidden_states(model_input)
-        rows = model_input.last_rows[[scheduled.samples for scheduled in step.sequences]]
-        samples = iter(self._sample(hidden_states, rows, sampling))
+        samples: Iterator[SampleResult] = iter(())
+        if sampling:
+            rows = model_input.last_rows[[scheduled.samples for scheduled in step.sequences]]
+            are_all = len(rows) == len(hidden_states)
+            last = hidden_states if are_all else hidden_states[to_device(rows, self.kv_cache.device)]
+            samples = iter(self.sampler.sample(self.backbone.logits(last), sampling))
         results = [next(samples) if scheduled.samples else SampleResult() for scheduled in step.sequences]
         for index, scheduled in enumerate(step.sequences):
             if scheduled.sequence.sampling_params.prompt_logprobs is not None:
                 first_row = int(model_input.attention.query_start_loc[index])
-                logprobs = self._prompt_logprobs(hidden_states, first_row, scheduled)
-                if logprobs:
-                    results[index] = replace(results[index], prompt_logprobs=logprobs)
+                results[index].prompt_logprobs = self._prompt_logprobs(hidden_states, first_row, scheduled) or None
         return results
 
     def _build_input(self, sequences: SequenceOf[ScheduledSequence]) -> ModelInput:
@@ -144,16 +136,6 @@ class ModelRunner:
         for sequence, start, end, _ in sequences:
             token_ids += sequence.token_ids(start, end)
         return ModelInput.build(token_ids, starts, ends, self._block_table.tables(sequences), self.kv_cache)
-
-    def _sample(
-        self, hidden_states: torch.Tensor, rows: npt.NDArray[np.int64], sequences: list[Sequence]
-    ) -> list[SampleResult]:
-        """Samples one token per sequence, from the logits of its row of the hidden states."""
-        if not sequences:
-            return []
-        if len(rows) < len(hidden_states):
-            hidden_states = hidden_states[to_device(rows, self.kv_cache.device)]
-        return self.sampler.sample(self.backbone.logits(hidden_states), sequences)
 
     def _prompt_logprobs(
         self, hidden_states: torch.Tensor, first_row: int, scheduled: ScheduledSequence
