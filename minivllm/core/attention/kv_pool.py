@@ -58,12 +58,6 @@ class KVCachePool:
             raise ModelLoadError(f"no memory for a KV pool of {num_blocks} blocks ({size:,} bytes): {error}") from error
         self.key_cache = tuple(layer[0] for layer in self.tensor)
         self.value_cache = tuple(layer[1] for layer in self.tensor)
-        logger.info(
-            "KV pool: %d blocks of %d tokens = %d tokens, %.1f MiB in %s on %s",
-            num_blocks,
-            spec.block_size,
-            self.num_tokens,
-            self.tensor.nbytes / 2**20,
-            str(spec.dtype).removeprefix("torch."),
-            device,
-        )
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens = {self.num_tokens} tokens"
+        dtype = str(spec.dtype).removeprefix("torch.")
+        logger.info("KV pool: %s, %.1f MiB in %s on %s", blocks, self.tensor.nbytes / 2**20, dtype, device)

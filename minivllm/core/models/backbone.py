@@ -74,17 +74,12 @@ class NativeBackbone(Backbone):
         self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int
     ) -> None:
         started = time.monotonic()
-        self._decoder = NativeDecoder(
-            model.model, model.layers, kv_cache, number_format=number_format, max_positions=max_positions
-        )
+        self._decoder = NativeDecoder(model.model, model.layers, kv_cache, number_format, max_positions)
         # In 8 bits, the output projection would lose as much accuracy as all layers together.
         head_format = self._decoder.sensitive_format
         self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
-        logger.info(
-            "weights packed for the native decoder in %.1f s (%s)",
-            time.monotonic() - started,
-            number_format.name.lower(),
-        )
+        seconds, name = time.monotonic() - started, number_format.name.lower()
+        logger.info("weights packed for the native decoder in %.1f s (%s)", seconds, name)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         return self._decoder.hidden_states(model_input)

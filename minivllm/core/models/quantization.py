@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -38,30 +39,23 @@ class PackedProjection(nn.Module):
         # Some models read the dtype of their projections' weights.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
-        self._key = len(_projections)
-        _projections.append(self)
+        self._key = id(self)
+        _projections[self._key] = self
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Returns (..., out_features) of (..., in_features), in the dtype of `states`."""
         if torch.compiler.is_compiling():
             output: torch.Tensor = torch.ops.minivllm.packed_projection(states, self._key, self.out_features)
             return output
-        return self.multiply(states)
-
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
         flat = gemm(self._library, self._workspace, self._packed, states.reshape(-1, self.in_features))
         return flat.to(states.dtype).view(*states.shape[:-1], self.out_features)
 
 
-# An operator that is opaque to torch.compile. It takes tensors and numbers only, so it names the projection by its key.
-_projections: list[PackedProjection] = []
+# An operator that is opaque to torch.compile. It takes tensors and numbers only, so it names the projection by its id.
+_projections: WeakValueDictionary[int, PackedProjection] = WeakValueDictionary()
 _library = torch.library.Library("minivllm", "FRAGMENT")
 _library.define("packed_projection(Tensor states, int key, int out_features) -> Tensor")
-_library.impl(
-    "packed_projection",
-    lambda states, key, out_features: _projections[key].multiply(states),
-    "CompositeExplicitAutograd",
-)
+_library.impl("packed_projection", lambda states, key, _: _projections[key](states), "CompositeExplicitAutograd")
 torch.library.register_fake(
     "minivllm::packed_projection",
     lambda states, key, out_features: states.new_empty((*states.shape[:-1], out_features)),

@@ -67,7 +67,6 @@ class NativeDecoder:
         model: Any,
         layers: tuple[AttentionLayer, ...],
         kv_cache: KVCachePool,
-        *,
         number_format: NumberFormat,
         max_positions: int,
     ) -> None:
@@ -137,11 +136,7 @@ class NativeDecoder:
         attention, mlp = module.self_attn, module.mlp
         number_format = self._number_format
         qkv_format = self.sensitive_format if index < NUM_SENSITIVE_LAYERS else number_format
-        head_norms = {
-            name: self._float32(getattr(attention, name).weight)
-            for name in ("q_norm", "k_norm")
-            if hasattr(attention, name)
-        }
+        head_norms = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         return bindings.Layer(
             qkv_proj=self._pack(qkv_format, attention.q_proj, attention.k_proj, attention.v_proj),
             o_proj=self._pack(number_format, attention.o_proj),
@@ -149,7 +144,7 @@ class NativeDecoder:
             down_proj=self._pack(number_format, mlp.down_proj),
             input_layernorm=self._float32(module.input_layernorm.weight),
             post_attention_layernorm=self._float32(module.post_attention_layernorm.weight),
-            **head_norms,
+            **{name: self._float32(norm.weight) for name, norm in head_norms.items()},
             key_cache=kv_cache.key_cache[index].data_ptr(),
             value_cache=kv_cache.value_cache[index].data_ptr(),
             window=layer.sliding_window or 0,

@@ -17,7 +17,7 @@ vLLM's and OpenAI's servers report by default.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -196,8 +196,9 @@ class Sampler:
             maxima, best = block_argmax(adjusted)
         token_ids: list[int] = best.tolist()
         is_finite = torch.isfinite(maxima).tolist()
-        random_rows = [row for row, state in enumerate(states) if is_finite[row] and not state.params.is_greedy]
-        self._random_sample(adjusted, maxima, random_rows, states, token_ids)
+        at_random = {row: state for row, state in enumerate(states) if is_finite[row] and not state.params.is_greedy}
+        for row, token_id in self._random_sample(adjusted, maxima, at_random):
+            token_ids[row] = token_id
         logprobs = _logprobs(raw, states, token_ids)
         return [
             SampleResult(error=RequestFailedError(_NOT_FINITE))
@@ -221,16 +222,12 @@ class Sampler:
             apply_token_bitmask(logits, [row for row, _ in matchers], bitmask, self._workspace)
 
     def _random_sample(
-        self,
-        logits: torch.Tensor,
-        maxima: torch.Tensor,
-        rows: list[int],
-        states: list[SamplerState],
-        token_ids: list[int],
-    ) -> None:
-        """Samples these rows at random; writes the tokens to `token_ids`."""
+        self, logits: torch.Tensor, maxima: torch.Tensor, states: dict[int, SamplerState]
+    ) -> Iterator[tuple[int, int]]:
+        """Samples the rows of `states` at random; yields (row, token id)."""
+        width = logits.shape[1]
         for is_filtered in (False, True):
-            selected = [row for row in rows if has_filter(states[row].params, logits.shape[1]) == is_filtered]
+            selected = [row for row, state in states.items() if has_filter(state.params, width) == is_filtered]
             if not selected:
                 continue
             picked, picked_maxima = select_rows(logits, selected), select_rows(maxima, selected)
@@ -244,8 +241,7 @@ class Sampler:
                 temperatures = [one.temperature for one in params]
                 weights, sums = unnormalized_softmax(picked, picked_maxima, temperatures, self._workspace)
                 sampled = random_sample(weights, sums, seeds, positions).tolist()
-            for row, token_id in zip(selected, sampled, strict=True):
-                token_ids[row] = token_id
+            yield from zip(selected, sampled, strict=True)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:

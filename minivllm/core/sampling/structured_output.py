@@ -55,7 +55,7 @@ class GrammarMatcher:
     def __init__(self, sequence: Sequence, structured_output: StructuredOutput, matcher: LLMatcher) -> None:
         self._sequence = sequence
         self._param = _param(structured_output)
-        self._matcher = matcher
+        self.matcher = matcher
         self._num_accepted = 0
         self._bitmask: TokenBitmask | None = None
         self._bitmask_position = -1
@@ -67,20 +67,20 @@ class GrammarMatcher:
         """Whether the bitmask of the next token is computed."""
         return self._bitmask_position == len(self._sequence.output_token_ids)
 
-    def accept_tokens(self) -> LLMatcher | None:
-        """Accepts the new output tokens; returns None if the grammar does not allow them."""
+    def accept_tokens(self) -> bool:
+        """Accepts the new output tokens. Returns whether the grammar allows them."""
         output = list(self._sequence.output_token_ids)
         new = output[self._num_accepted :]
         self._num_accepted = len(output)
         # After the end of the grammar only EOS is allowed, and repeated with ignore_eos.
-        if new and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(new)
-        return None if self._matcher.is_error() else self._matcher
+        if new and not self.matcher.is_stopped():
+            self.matcher.consume_tokens(new)
+        return not self.matcher.is_error()
 
     def set_bitmask(self, bitmask: TokenBitmask) -> None:
         self._bitmask = bitmask
         self._bitmask_position = self._num_accepted
-        self.is_terminated = self._matcher.is_stopped()
+        self.is_terminated = self.matcher.is_stopped()
 
     def bitmask(self) -> TokenBitmask:
         """Returns the bitmask of the next token.
@@ -89,8 +89,8 @@ class GrammarMatcher:
             InvalidRequestError: the grammar exceeds a limit. Some do so only at a later token.
             RequestFailedError: the output does not follow the grammar.
         """
-        if self._matcher.is_error():
-            reason = _first_line(self._matcher.get_error())
+        if self.matcher.is_error():
+            reason = _first_line(self.matcher.get_error())
             if any(message in reason for message in _LIMIT_MESSAGES):
                 raise InvalidRequestError(f"the grammar is too complex: {reason}", param=self._param)
             raise RequestFailedError(f"the output cannot follow the grammar: {reason}")
@@ -166,13 +166,12 @@ class GrammarCompiler:
 
         A matcher that fails raises when its bitmask is read.
         """
-        pairs = [(one, one.accept_tokens()) for one in matchers if not one.has_bitmask]
-        live = [(one, ll_matcher) for one, ll_matcher in pairs if ll_matcher is not None]
+        live = [one for one in matchers if not one.has_bitmask and one.accept_tokens()]
         if not live:
             return
         bitmask = allocate_token_bitmask(len(live), self.load_tokenizer().vocab_size)
-        fill_next_token_bitmask_par(_executor(), [(matcher, row) for row, (_, matcher) in enumerate(live)], bitmask)
-        for (one, _), row in zip(live, bitmask, strict=True):
+        fill_next_token_bitmask_par(_executor(), [(one.matcher, row) for row, one in enumerate(live)], bitmask)
+        for one, row in zip(live, bitmask, strict=True):
             one.set_bitmask(row)
 
 

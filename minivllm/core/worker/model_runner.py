@@ -21,7 +21,6 @@ from minivllm.core.native.memory import prefer_huge_pages
 from minivllm.core.native.prefault import Prefaulter
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.sampler import Sampler, token_logprobs
-from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import load_tokenizer
@@ -68,6 +67,7 @@ class ModelRunner:
     """A backbone, its KV pool and a sampler. Used by one thread; see `build_model_runner`.
 
     Attributes:
+        prepare, precompile: see `Sampler`.
         prefaulter: touches the pages of the pool in the background, or None.
         num_blocks: usable blocks of the pool.
         max_model_len: longest context of the model itself, in tokens.
@@ -79,6 +79,7 @@ class ModelRunner:
         self.backbone = backbone
         self.kv_cache = kv_cache
         self.sampler = sampler
+        self.prepare, self.precompile = sampler.prepare, sampler.precompile
         self.prefaulter = Prefaulter.start(kv_cache)
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
@@ -87,18 +88,6 @@ class ModelRunner:
         self.generation_defaults = model.generation_defaults
         self.default_token_budget = memory_profiling.default_token_budget(kv_cache.device)
         self._block_table = BlockTable(kv_cache.block_size, kv_cache.padding_block_id)
-
-    def prepare(self, sequence: Sequence) -> None:
-        """Creates the sampler's state for a sequence.
-
-        Raises:
-            InvalidRequestError: its sampling parameters are not possible with this model; no state is kept.
-        """
-        self.sampler.prepare(sequence)
-
-    def precompile(self, sampling_params: SamplingParams) -> None:
-        """Does the slow part of `prepare` in advance, from any thread; raises the same errors."""
-        self.sampler.precompile(sampling_params)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the worker's state of a sequence."""
