@@ -79,7 +79,6 @@ class NativeDecoder:
         self._workspace = bindings.Workspace(native)
         self._arena = Arena()
         self._referenced: list[Any] = []  # keeps the memory behind the structures' pointers alive
-        self._hidden_size = int(model.config.hidden_size)
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index)
@@ -91,7 +90,7 @@ class NativeDecoder:
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Returns the last hidden states (T, hidden_size) float32; writes the tokens' K and V to the pool."""
         metadata = bindings.AttentionMetadata.of(model_input.attention)
-        output = empty_float32(model_input.input_ids.shape[0], self._hidden_size)
+        output = empty_float32(model_input.input_ids.shape[0], self._decoder.hidden_size)
         self._library.minivllm_forward(
             self._workspace.handle(),
             ctypes.byref(self._decoder),
@@ -107,7 +106,10 @@ class NativeDecoder:
     ) -> bindings.Decoder:
         base = model.base_model
         embedding = base.embed_tokens.weight
-        cos, sin = rope_tables(base.rotary_emb, max_positions)
+        # By the model's own module: (max_positions, rotary_size / 2) float32.
+        positions = torch.arange(max_positions, device="cpu").unsqueeze(0)
+        tables = base.rotary_emb(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
+        cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in tables)
         self._referenced += [embedding, cos, sin]
         cache = kv_cache.key_cache[0]
         return bindings.Decoder(
@@ -117,7 +119,7 @@ class NativeDecoder:
             rope_cos=cos.data_ptr(),
             rope_sin=sin.data_ptr(),
             num_layers=len(self._layers),
-            hidden_size=self._hidden_size,
+            hidden_size=model.config.hidden_size,
             intermediate_size=model.config.intermediate_size,
             num_query_heads=layer.num_query_heads,
             num_kv_heads=layer.num_kv_heads,
@@ -174,11 +176,3 @@ def interleave(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Interleaves the rows of tensors (N, ...) in runs of GATE_WIDTH."""
     runs = [tensor.reshape(-1, GATE_WIDTH, *tensor.shape[1:]) for tensor in tensors]
     return torch.stack(runs, dim=1).flatten(0, 2)
-
-
-def rope_tables(rotary: nn.Module, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cosines and sines (num_positions, rotary_size / 2) float32, computed by the model's own module."""
-    positions = torch.arange(num_positions, device="cpu").unsqueeze(0)
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
-    half = cos.shape[-1] // 2
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -32,15 +32,13 @@ class NumberFormat(enum.IntEnum):
 class Arena:
     """Allocates packed weights from large chunks, which the kernel can back with huge pages."""
 
-    _ALIGNMENT = 64
-
     def __init__(self, chunk_bytes: int = 32 * 1024**2) -> None:
         self._chunk_bytes = chunk_bytes
         self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Returns `num_bytes` uninitialized bytes, aligned to a cache line."""
-        num_bytes = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        num_bytes = -(-num_bytes // 64) * 64
         if num_bytes > self._free.numel():
             self._free = torch.empty(max(num_bytes, self._chunk_bytes), dtype=torch.uint8, device="cpu")
             prefer_huge_pages(self._free)

@@ -44,11 +44,8 @@ class Prefaulter:
         if native is None or available is None:
             return None
         if pool.tensor.nbytes > MAX_PREFAULT_SHARE * available:
-            logger.warning(
-                "the KV pool (%.1f GiB) is not prefaulted: only %.1f GiB of memory are available",
-                pool.tensor.nbytes / 2**30,
-                available / 2**30,
-            )
+            sizes = (num_bytes / 2**30 for num_bytes in (pool.tensor.nbytes, available))
+            logger.warning("the KV pool (%.1f GiB) is not prefaulted: only %.1f GiB of memory are available", *sizes)
             return None
         return cls(native, pool)
 

@@ -82,8 +82,6 @@ class Sampler:
         except MinivllmError as error:
             logger.info("no structured output with this model: %s", error)
 
-    # -- state of a sequence -----------------------------------------------------------------------
-
     def prepare(self, sequence: Sequence) -> None:
         """Checks the parameters against the model, compiles the grammar, and sets `sequence.sampler_state`.
 
@@ -95,10 +93,8 @@ class Sampler:
         for param, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             for token_id in token_ids:
                 if not 0 <= token_id < self.vocab_size:
-                    raise InvalidRequestError(
-                        f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}",
-                        param=param,
-                    )
+                    reason = f"token id {token_id} is not in the model's vocabulary of {self.vocab_size}"
+                    raise InvalidRequestError(f"{param}: {reason}", param=param)
         matcher = None
         if params.structured_output is not None:
             ll_matcher = self._grammars.compile(params.structured_output)
@@ -116,8 +112,6 @@ class Sampler:
         if params.structured_output is not None:
             self._grammars.compile(params.structured_output)
 
-    # -- grammar bitmasks --------------------------------------------------------------------------
-
     def start_bitmasks(self, sequences: list[Sequence]) -> None:
         """Starts to compute the grammar bitmasks of these sequences on a thread, without the GIL; `sample` joins it.
 
@@ -133,8 +127,6 @@ class Sampler:
         pending, self._pending_bitmasks = self._pending_bitmasks, None
         if pending is not None:
             pending.result()
-
-    # -- sampling ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:

@@ -57,7 +57,7 @@ class GrammarMatcher:
         self._param = _param(structured_output)
         self.matcher = matcher
         self._num_accepted = 0
-        self._bitmask: TokenBitmask | None = None
+        self._bitmask: TokenBitmask = np.zeros(0, dtype=np.int32)
         self._bitmask_position = -1
         self.is_terminated = False
         """Whether the grammar allows nothing but EOS."""
@@ -83,7 +83,7 @@ class GrammarMatcher:
         self.is_terminated = self.matcher.is_stopped()
 
     def bitmask(self) -> TokenBitmask:
-        """Returns the bitmask of the next token.
+        """Returns the bitmask of the next token, once `GrammarCompiler.fill_bitmasks` has computed it.
 
         Raises:
             InvalidRequestError: the grammar exceeds a limit. Some do so only at a later token.
@@ -94,8 +94,6 @@ class GrammarMatcher:
             if any(message in reason for message in _LIMIT_MESSAGES):
                 raise InvalidRequestError(f"the grammar is too complex: {reason}", param=self._param)
             raise RequestFailedError(f"the output cannot follow the grammar: {reason}")
-        if self._bitmask is None or not self.has_bitmask:
-            raise RequestFailedError("there is no token bitmask for this request")
         return self._bitmask
 
 
@@ -104,7 +102,6 @@ class GrammarCompiler:
 
     Args:
         tokenizer: loads the tokenizer at first use; None if there is none.
-        vocab_size: width of the logits.
         eos_token_ids: the tokens that may follow a complete answer.
     """
 
