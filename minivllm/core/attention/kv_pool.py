@@ -42,8 +42,6 @@ class KVCachePool:
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
-        if num_blocks < 1:
-            raise ModelLoadError(f"the KV pool needs at least one block, not {num_blocks}")
         self.spec = spec
         self.block_size = spec.block_size
         self.num_blocks = self.padding_block_id = num_blocks

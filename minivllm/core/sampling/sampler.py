@@ -52,7 +52,6 @@ class Sampler:
     """Samples tokens. The state of each sequence is its `sampler_state`.
 
     Args:
-        vocab_size: width of the logits.
         eos_token_ids: tokens that `min_tokens` masks and a finished grammar allows.
         tokenizer: loads the tokenizer for structured output at first use.
         seed: makes requests without a seed reproducible, by the order in which they are prepared.
@@ -86,8 +85,7 @@ class Sampler:
         """Checks the parameters against the model, compiles the grammar, and sets `sequence.sampler_state`.
 
         Raises:
-            InvalidRequestError: a token id is outside the vocabulary, or the grammar cannot be compiled. No state is
-                set.
+            InvalidRequestError: a token id is outside the vocabulary, or the grammar cannot be compiled; sets no state.
         """
         params = sequence.sampling_params
         for param, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
@@ -95,10 +93,9 @@ class Sampler:
                 if not 0 <= token_id < self.vocab_size:
                     reason = f"token id {token_id} is not in the model's vocabulary of {self.vocab_size}"
                     raise InvalidRequestError(f"{param}: {reason}", param=param)
-        matcher = None
-        if params.structured_output is not None:
-            ll_matcher = self._grammars.compile(params.structured_output)
-            matcher = GrammarMatcher(sequence, params.structured_output, ll_matcher)
+        matcher, output = None, params.structured_output
+        if output is not None:
+            matcher = GrammarMatcher(sequence, output, self._grammars.compile(output))
         seed = make_seed(self._seed, self._num_prepared) if params.seed is None else params.seed + sequence.index
         sequence.sampler_state = SamplerState(sequence, seed, self.eos_token_ids, matcher)
         self._num_prepared += 1

@@ -72,11 +72,8 @@ def blocks_on_cuda(config: EngineConfig, model: LoadedModel, backbone: Backbone,
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     left = int(total * config.gpu_memory_utilization) - peak - outside
-    logger.info(
-        "%s: %.2f GiB in all, %.2f GiB at the peak of a step, %.2f GiB outside of torch, %.2f GiB left for the KV pool",
-        device,
-        *(num_bytes / 2**30 for num_bytes in (total, peak, outside, max(left, 0))),
-    )
+    message = "%s: %.2f GiB in all, %.2f at the peak of a step, %.2f outside of torch, %.2f left for the KV pool"
+    logger.info(message, device, *(num_bytes / 2**30 for num_bytes in (total, peak, outside, max(left, 0))))
     return _blocks_in(left, model.kv_cache_spec(config.block_size), "gpu_memory_utilization")
 
 
