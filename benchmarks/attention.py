@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import arguments, num_threads, print_environment, print_table, write_json
-from minivllm.core.attention import AttentionLayer, backend_names, choose_backend
+from minivllm.core.attention import BACKENDS, AttentionLayer, choose_backend
 from minivllm.core.attention.base import AttentionBackend
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.attention.metadata import AttentionMetadata, ModelInput
@@ -89,7 +89,7 @@ def main() -> None:
     rows = []
     for batch in batches():
         times = {}
-        for name in backend_names():
+        for name in BACKENDS:
             backend = choose_backend(name, layers, torch.bfloat16, CPU)
             times[name] = seconds_per_layer(backend, batch, 5 if name == "native" else 1)
         fastest = min(times.values())
@@ -97,7 +97,7 @@ def main() -> None:
             (batch.name, *(f"{1000 * times[name]:.3f}" for name in times), f"{batch.kv_bytes / fastest / 1e9:.1f}")
         )
         results.append({"batch": batch.name, "seconds": times, "kv_bytes": batch.kv_bytes})
-    print_table(("one layer, bfloat16", *(f"{name}, ms" for name in backend_names()), "KV, GB/s"), rows)
+    print_table(("one layer, bfloat16", *(f"{name}, ms" for name in BACKENDS), "KV, GB/s"), rows)
     write_json(options.json, "attention", results)
 
 

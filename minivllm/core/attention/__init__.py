@@ -10,27 +10,16 @@ import torch
 from minivllm.core.attention.base import ATTENTION_NAME, AttentionBackend, AttentionLayer, set_forward_context
 from minivllm.core.errors import ModelLoadError
 
-__all__ = [
-    "ATTENTION_NAME",
-    "AttentionBackend",
-    "AttentionLayer",
-    "backend_names",
-    "choose_backend",
-    "set_forward_context",
-]
+__all__ = ["ATTENTION_NAME", "BACKENDS", "AttentionBackend", "AttentionLayer", "choose_backend", "set_forward_context"]
 
 logger = logging.getLogger(__name__)
 
-# In the order of preference of "auto": module and class. A module is imported when its backend is tried.
-_BACKENDS = {
+BACKENDS = {
     "native": ("minivllm.core.native.backend", "NativeBackend"),
     "sdpa": ("minivllm.core.attention.reference", "SdpaBackend"),
     "reference": ("minivllm.core.attention.reference", "ReferenceBackend"),
 }
-
-
-def backend_names() -> tuple[str, ...]:
-    return tuple(_BACKENDS)
+"""Module and class by name, in the order of preference of "auto". A module is imported when its backend is tried."""
 
 
 def choose_backend(
@@ -41,15 +30,15 @@ def choose_backend(
     Raises:
         ModelLoadError: no such backend, or it cannot serve this model, with the reason.
     """
-    if name != "auto" and name not in _BACKENDS:
-        raise ModelLoadError(f"attention_backend={name!r} is none of auto, {', '.join(_BACKENDS)}")
-    for candidate in _BACKENDS if name == "auto" else (name,):
-        module_name, class_name = _BACKENDS[candidate]
+    if name != "auto" and name not in BACKENDS:
+        raise ModelLoadError(f"attention_backend={name!r} is none of auto, {', '.join(BACKENDS)}")
+    for candidate in BACKENDS if name == "auto" else (name,):
+        module_name, class_name = BACKENDS[candidate]
         backend_class: type[AttentionBackend] = getattr(importlib.import_module(module_name), class_name)
         reason = backend_class.why_not(layers, dtype, device)
         if reason is None:
             logger.info("attention backend: %s", candidate)
-            return backend_class(layers, dtype, device)
+            return backend_class(layers)
         if name != "auto":
             raise ModelLoadError(f"attention_backend={name!r} cannot serve this model here: {reason}")
         logger.info("attention backend %s is not used: %s", candidate, reason)

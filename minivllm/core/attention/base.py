@@ -43,24 +43,17 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
         self.layers = layers
-        self.dtype = dtype
-        self.device = device
 
     @classmethod
-    @abstractmethod
     def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
         """Returns why this backend cannot serve such layers here, as a clause for an error message, or None."""
+        return None
 
     @abstractmethod
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """Writes `key` and `value` at the slot mapping, then attends as `layers[layer_index]` says.
 

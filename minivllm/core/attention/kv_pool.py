@@ -33,6 +33,7 @@ class KVCachePool:
     """One tensor for all layers, and a view of it per layer.
 
     Attributes:
+        num_tokens: tokens that fit in the usable blocks.
         num_blocks: usable blocks, ids 0 .. num_blocks - 1. The padding block follows, which pads block tables and
             takes the writes of padding tokens; no query attends to it.
         tensor: (num_layers, 2, num_blocks + 1, num_kv_heads, block_size, head_size).
@@ -41,10 +42,10 @@ class KVCachePool:
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
-        if num_blocks < 1:
-            raise ModelLoadError(f"the KV pool needs at least one block, not {num_blocks}")
         self.spec = spec
-        self.num_blocks = num_blocks
+        self.block_size = spec.block_size
+        self.num_blocks = self.padding_block_id = num_blocks
+        self.num_tokens = num_blocks * spec.block_size
         self.device = device
         shape = (spec.num_layers, 2, num_blocks + 1, spec.num_kv_heads, spec.block_size, spec.head_size)
         try:
@@ -55,30 +56,6 @@ class KVCachePool:
             raise ModelLoadError(f"no memory for a KV pool of {num_blocks} blocks ({size:,} bytes): {error}") from error
         self.key_cache = tuple(layer[0] for layer in self.tensor)
         self.value_cache = tuple(layer[1] for layer in self.tensor)
-        logger.info(
-            "KV pool: %d blocks of %d tokens = %d tokens, %.1f MiB in %s on %s",
-            num_blocks,
-            spec.block_size,
-            self.num_tokens,
-            self.num_bytes / 2**20,
-            str(spec.dtype).removeprefix("torch."),
-            device,
-        )
-
-    @property
-    def block_size(self) -> int:
-        return self.spec.block_size
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that fit in the usable blocks."""
-        return self.num_blocks * self.spec.block_size
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor, the padding block included."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
-    def padding_block_id(self) -> int:
-        return self.num_blocks
+        blocks = f"{num_blocks} blocks of {spec.block_size} tokens = {self.num_tokens} tokens"
+        dtype = str(spec.dtype).removeprefix("torch.")
+        logger.info("KV pool: %s, %.1f MiB in %s on %s", blocks, self.tensor.nbytes / 2**20, dtype, device)

@@ -22,35 +22,29 @@ Plan = TypeVar("Plan")
 class AttentionMetadata:
     """Describes to an attention backend the T packed tokens of S sequences.
 
-    The queries of a sequence are the last tokens of its context. The host copies exist so that planning a step never
-    waits for a device.
+    The queries of a sequence are the last tokens of its context. What planning a step reads is on the host, so that it
+    never waits for a device.
 
     Attributes:
-        query_start_loc: (S + 1,) int32; the queries of sequence i are rows query_start_loc[i] .. [i + 1].
-        seq_lens: (S,) int32, context length of each sequence, the tokens of this step included.
-        query_start_loc_cpu, seq_lens_cpu: the same on the host, int64.
+        query_start_loc: (S + 1,) int64, host; the queries of sequence i are rows query_start_loc[i] .. [i + 1].
+        seq_lens: (S,) int64, host, context length of each sequence, the tokens of this step included.
         block_tables: (S, max_blocks) int32, physical blocks in token order, padded with the padding block.
         slot_mapping: (T,) int64, flat slot of each token's K and V.
         kv_cache: the pool.
     """
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc_cpu: npt.NDArray[np.int64]
-    seq_lens_cpu: npt.NDArray[np.int64]
+    query_start_loc: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
     kv_cache: KVCachePool
     _plans: dict[Hashable, Any] = field(default_factory=dict)
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.seq_lens_cpu)
-
-    def plan(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """Returns what `make` computes for this step. Calls it once per key, so that layers share the result."""
+    def plan(self, make: Callable[..., Plan], *arguments: Hashable) -> Plan:
+        """Returns `make(self, *arguments)`. Calls it once per step, so that layers share the result."""
+        key = make, arguments
         if key not in self._plans:
-            self._plans[key] = make()
+            self._plans[key] = make(self, *arguments)
         return cast("Plan", self._plans[key])
 
 
@@ -93,10 +87,8 @@ class ModelInput:
             input_ids=to_device(np.array(token_ids, dtype=np.int64), device),
             positions=to_device(positions, device),
             attention=AttentionMetadata(
-                query_start_loc=to_device(query_start_loc.astype(np.int32), device),
-                seq_lens=to_device(ends.astype(np.int32), device),
-                query_start_loc_cpu=query_start_loc,
-                seq_lens_cpu=ends,
+                query_start_loc=query_start_loc,
+                seq_lens=ends,
                 block_tables=to_device(block_tables, device),
                 slot_mapping=to_device(slots, device),
                 kv_cache=kv_cache,
@@ -106,7 +98,7 @@ class ModelInput:
     @property
     def last_rows(self) -> npt.NDArray[np.int64]:
         """(S,) row of each sequence's last token, on the host."""
-        return self.attention.query_start_loc_cpu[1:] - 1
+        return self.attention.query_start_loc[1:] - 1
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

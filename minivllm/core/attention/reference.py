@@ -6,11 +6,11 @@ and V of a group are gathered through the block tables, padded to the longest co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -25,18 +25,18 @@ MAX_GROUP_KEYS = 2**16
 """Scores per head and keys of a group with more than one tile; they bound the memory of a layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """`num_queries` rows of one sequence, from `first_row` on; the last one is at the end of `context_len` tokens."""
+class Tile(NamedTuple):
+    """`num_queries` rows of one sequence, from `first_row` on; the last one is at the end of `context_len` tokens.
 
+    It attends to `num_blocks` blocks of the block table, from `first_block` on.
+    """
+
+    num_queries: int
+    num_blocks: int
     sequence: int
     first_row: int
-    num_queries: int
     context_len: int
     first_block: int
-
-    def num_blocks(self, block_size: int) -> int:
-        return -(-self.context_len // block_size) - self.first_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +61,26 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
 
-    @classmethod
-    def why_not(cls, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> str | None:
-        return None
-
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         layer = self.layers[layer_index]
         key_cache = metadata.kv_cache.key_cache[layer_index]
         value_cache = metadata.kv_cache.value_cache[layer_index]
-        write(key_cache, key, metadata.slot_mapping)
-        write(value_cache, value, metadata.slot_mapping)
+        block_size = metadata.kv_cache.block_size
+        blocks, offsets = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        key_cache[blocks, :, offsets] = key
+        value_cache[blocks, :, offsets] = value
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for group in plan(metadata, layer.sliding_window):
+        for group in metadata.plan(plan, layer.sliding_window):
             queries = query[group.rows].transpose(1, 2)
-            keys = gather(key_cache, group)
-            values = gather(value_cache, group)
+            keys, values = gather(key_cache, group), gather(value_cache, group)
             attended = self.attend(queries, keys, values, group.allowed.unsqueeze(1), layer)
             output[group.rows] = attended.transpose(1, 2)
         return output
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor,
-        layer: AttentionLayer,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, layer: AttentionLayer
     ) -> torch.Tensor:
         """Computes attention within a group.
 
@@ -130,23 +117,12 @@ class SdpaBackend(ReferenceBackend):
         return None
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor,
-        layer: AttentionLayer,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, layer: AttentionLayer
     ) -> torch.Tensor:
         heads_per_key = query.shape[1] // key.shape[1]
         if heads_per_key > 1:
             key, value = (states.repeat_interleave(heads_per_key, dim=1) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=layer.scale)
-
-
-def write(cache: torch.Tensor, states: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Writes K or V (T, num_kv_heads, head_size) to their slots of one layer's cache."""
-    block_size = cache.shape[2]
-    cache[slot_mapping // block_size, :, slot_mapping % block_size] = states
 
 
 def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
@@ -160,37 +136,32 @@ def gather(cache: torch.Tensor, group: Group) -> torch.Tensor:
 
 def plan(metadata: AttentionMetadata, sliding_window: int | None) -> list[Group]:
     """Returns the groups of a step; layers of the same window share them."""
-
-    def make() -> list[Group]:
-        stacks = stack(tiles(metadata, sliding_window), metadata.kv_cache.block_size)
-        return [make_group(stacked, metadata, sliding_window) for stacked in stacks]
-
-    return metadata.plan(("reference", sliding_window), make)
+    stacks = stack(tiles(metadata, sliding_window), metadata.kv_cache.block_size)
+    return [make_group(stacked, metadata, sliding_window) for stacked in stacks]
 
 
-def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> list[Tile]:
+def tiles(metadata: AttentionMetadata, sliding_window: int | None) -> Iterator[Tile]:
+    """Splits the queries of each sequence into tiles."""
     block_size = metadata.kv_cache.block_size
-    result = []
-    for sequence, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu.tolist())):
-        context_len = int(metadata.seq_lens_cpu[sequence])
+    for sequence, (start, end) in enumerate(pairwise(metadata.query_start_loc.tolist())):
+        first_position = int(metadata.seq_lens[sequence]) - (end - start)
         for first_row in range(start, end, MAX_TILE_QUERIES):
             num_queries = min(MAX_TILE_QUERIES, end - first_row)
-            first_position = context_len - end + first_row
-            oldest_key = 0 if sliding_window is None else max(0, first_position - sliding_window + 1)
-            result.append(
-                Tile(sequence, first_row, num_queries, first_position + num_queries, oldest_key // block_size)
-            )
-    return result
+            position = first_position + first_row - start
+            context_len = position + num_queries
+            first_block = 0 if sliding_window is None else max(0, position - sliding_window + 1) // block_size
+            num_blocks = -(-context_len // block_size) - first_block
+            yield Tile(num_queries, num_blocks, sequence, first_row, context_len, first_block)
 
 
-def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
-    """Groups tiles with the same number of queries and similar context lengths, within the limits."""
+def stack(all_tiles: Iterable[Tile], block_size: int) -> Iterator[list[Tile]]:
+    """Groups tiles with the same number of queries and similar numbers of blocks, the most first, within the limits."""
     current: list[Tile] = []
-    for tile in sorted(all_tiles, key=lambda tile: (tile.num_queries, tile.num_blocks(block_size)), reverse=True):
+    for tile in sorted(all_tiles, reverse=True):
         if current:
-            longest = current[0].num_blocks(block_size)
+            longest = current[0].num_blocks
             keys = (len(current) + 1) * longest * block_size
-            alike = tile.num_queries == current[0].num_queries and 2 * tile.num_blocks(block_size) >= longest
+            alike = tile.num_queries == current[0].num_queries and 2 * tile.num_blocks >= longest
             if not alike or keys > MAX_GROUP_KEYS or keys * tile.num_queries > MAX_GROUP_SCORES:
                 yield current
                 current = []
@@ -200,24 +171,18 @@ def stack(all_tiles: list[Tile], block_size: int) -> Iterator[list[Tile]]:
 
 
 def make_group(stacked: list[Tile], metadata: AttentionMetadata, sliding_window: int | None) -> Group:
+    """Builds the tensors of tiles with the same number of queries, the one with the most blocks first."""
     device, block_size = metadata.kv_cache.device, metadata.kv_cache.block_size
-
-    def column(values: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(device).unsqueeze(1)
-
-    first_blocks = column([tile.first_block for tile in stacked])
-    context_lens = column([tile.context_len for tile in stacked])
-    rows = column([tile.first_row for tile in stacked]) + torch.arange(stacked[0].num_queries, device=device)
-    num_blocks = max(tile.num_blocks(block_size) for tile in stacked)
-    logical = first_blocks + torch.arange(num_blocks, device=device)
+    num_queries, num_blocks = stacked[0].num_queries, stacked[0].num_blocks
+    columns = torch.tensor(stacked, dtype=torch.int64, device=device).T.unsqueeze(2)
+    _, _, sequences, first_rows, context_lens, first_blocks = columns
     # With a window, tiles begin at different blocks, and shorter ones are padded beyond the table: stay inside it.
-    logical = logical.clamp(max=metadata.block_tables.shape[1] - 1)
-    blocks = metadata.block_tables[column([tile.sequence for tile in stacked]), logical].long()
+    last_column = metadata.block_tables.shape[1] - 1
+    logical = (first_blocks + torch.arange(num_blocks, device=device)).clamp(max=last_column)
     keys = first_blocks * block_size + torch.arange(num_blocks * block_size, device=device)
-    hidden = keys >= context_lens
-    last_queries = torch.arange(-stacked[0].num_queries, 0, device=device)
-    query_positions = (context_lens + last_queries).unsqueeze(2)
-    allowed = keys.unsqueeze(1) <= query_positions
+    positions = (context_lens + torch.arange(-num_queries, 0, device=device)).unsqueeze(2)
+    allowed = keys.unsqueeze(1) <= positions
     if sliding_window is not None:
-        allowed &= keys.unsqueeze(1) > query_positions - sliding_window
-    return Group(rows, blocks, hidden, allowed)
+        allowed &= keys.unsqueeze(1) > positions - sliding_window
+    rows = first_rows + torch.arange(num_queries, device=device)
+    return Group(rows, metadata.block_tables[sequences, logical].long(), keys >= context_lens, allowed)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from minivllm.core.attention.kv_pool import KVCachePool
 from minivllm.core.attention.metadata import ModelInput
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.loader import LoadedModel
 from minivllm.core.models.quantization import PackedProjection, pack_projections, quantize_with_torch
 from minivllm.core.native import library
@@ -28,21 +29,22 @@ from minivllm.core.native.packing import NumberFormat, fastest_16_bit_format
 logger = logging.getLogger(__name__)
 
 
-class Backbone(Protocol):
+class Backbone(ABC):
     """A model that is ready to run steps."""
 
     name: str
+    _head: LMHead
 
+    @abstractmethod
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Writes K and V of the tokens into the pool. Returns their last hidden states (T, hidden_size)."""
-        ...
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns (R, vocab_size) of (R, hidden_size)."""
-        ...
+        return self._head(hidden_states)
 
 
-class TransformersBackbone:
+class TransformersBackbone(Backbone):
     """Runs transformers' own code, with `compile` through torch.compile for any number of tokens."""
 
     def __init__(self, model: LoadedModel, attention: AttentionBackend, *, compile: bool = False) -> None:  # noqa: A002
@@ -62,11 +64,8 @@ class TransformersBackbone:
         states: torch.Tensor = output.last_hidden_state
         return states[0]
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden_states)
 
-
-class NativeBackbone:
+class NativeBackbone(Backbone):
     """Runs the decoder as one C++ call and the output projection as another."""
 
     name = "native"
@@ -75,23 +74,15 @@ class NativeBackbone:
         self, model: LoadedModel, kv_cache: KVCachePool, number_format: NumberFormat, max_positions: int
     ) -> None:
         started = time.monotonic()
-        self._decoder = NativeDecoder(
-            model.model, model.layers, kv_cache, number_format=number_format, max_positions=max_positions
-        )
+        self._decoder = NativeDecoder(model.model, model.layers, kv_cache, number_format, max_positions)
         # In 8 bits, the output projection would lose as much accuracy as all layers together.
         head_format = self._decoder.sensitive_format
         self._head = replace(model.head, projection=PackedProjection(model.head.projection, head_format))
-        logger.info(
-            "weights packed for the native decoder in %.1f s (%s)",
-            time.monotonic() - started,
-            number_format.name.lower(),
-        )
+        seconds, name = time.monotonic() - started, number_format.name.lower()
+        logger.info("weights packed for the native decoder in %.1f s (%s)", seconds, name)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         return self._decoder.hidden_states(model_input)
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden_states)
 
 
 def number_format_for(dtype: torch.dtype, quantization: str | None) -> NumberFormat | None:
@@ -112,12 +103,6 @@ def choose_backbone(
     Raises:
         ModelLoadError: `config.quantization` is not possible here.
     """
-    backbone = _choose(config, model, attention, kv_cache)
-    logger.info("backbone: %s", backbone.name)
-    return backbone
-
-
-def _choose(config: EngineConfig, model: LoadedModel, attention: AttentionBackend, kv_cache: KVCachePool) -> Backbone:
     on_cpu = model.device.type == "cpu"
     if config.quantization is not None and not on_cpu:
         raise ModelLoadError(f"quantization={config.quantization!r} is for CPUs, and the model is on {model.device}")

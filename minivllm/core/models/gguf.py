@@ -7,7 +7,6 @@ and builds the same table of tensor names for each module of the model.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -19,14 +18,12 @@ import numpy.typing as npt
 import transformers
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-_ARRAY_HEAD = struct.Struct("=IQ")
-_LENGTH = struct.Struct("=Q")
 _ROWS_AT_ONCE = 256
 _ARRAY_OF_TEXTS = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]
 
 
 class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
-    """Slices a plain array: slices of a memory map cost five times as much, and each token takes two."""
+    """Slices a plain array: slices of a memory map cost five times as much, and each token takes four."""
 
     @property
     def data(self) -> npt.NDArray[Any]:
@@ -35,41 +32,6 @@ class _QuickReader(gguf.GGUFReader):  # type: ignore[misc]  # untyped
     @data.setter
     def data(self, mapped: npt.NDArray[Any]) -> None:
         self._data = np.asarray(mapped)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """Returns a field's size in bytes, its parts, the indices of the values among them, and the types.
-
-        Overrides a private method: if a later version of gguf renames it, arrays are read slowly again.
-        """
-        if raw_type == gguf.GGUFValueType.ARRAY and self.byte_order == "I":
-            item_type, count = _ARRAY_HEAD.unpack_from(self._data.data, orig_offs)
-            first = orig_offs + _ARRAY_HEAD.size
-            dtype = self.gguf_scalar_to_np.get(item_type)
-            if count and (dtype is not None or item_type == gguf.GGUFValueType.STRING):
-                values, end = self._texts(first, count) if dtype is None else self._numbers(first, count, dtype)
-                types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item_type)]
-                return end - orig_offs, values, list(range(count)), types
-        return super()._get_field_parts(orig_offs, raw_type)
-
-    def _texts(self, offset: int, count: int) -> tuple[list[npt.NDArray[Any]], int]:
-        """Returns the strings without the length fields between them, which are not needed, and the end offset."""
-        data, memory, texts = self._data, self._data.data, []
-        for _ in range(count):
-            (length,) = _LENGTH.unpack_from(memory, offset)
-            offset += _LENGTH.size + length
-            texts.append(data[offset - length : offset])
-        self._check_reaches(offset)
-        return texts, offset
-
-    def _numbers(self, offset: int, count: int, dtype: Any) -> tuple[list[npt.NDArray[Any]], int]:
-        end = offset + count * np.dtype(dtype).itemsize
-        self._check_reaches(end)
-        numbers = self._data[offset:end].view(dtype)
-        return [numbers[index : index + 1] for index in range(count)], end
-
-    def _check_reaches(self, offset: int) -> None:
-        if offset > len(self._data):
-            raise ValueError("the file ends within its metadata")
 
 
 @contextmanager
@@ -85,7 +47,8 @@ def gguf_read_once() -> Iterator[None]:
     parse = getattr(transformers_gguf, "_gguf_parse_value", None)
     if parse is not None:
         replaced.append((transformers_gguf, "_gguf_parse_value", _with_quick_texts(parse)))
-    if _takes_the_same(getattr(gguf.quants, "_apply_over_grouped_rows", None), _by_large_groups):
+    by_groups = getattr(gguf.quants, "_apply_over_grouped_rows", None)
+    if by_groups is not None and [*signature(by_groups).parameters] == [*signature(_by_large_groups).parameters]:
         replaced.append((gguf.quants, "_apply_over_grouped_rows", _by_large_groups))
     originals = [getattr(module, name) for module, name, _ in replaced]
     for module, name, replacement in replaced:
@@ -118,16 +81,8 @@ def _by_large_groups(
     func: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], arr: npt.NDArray[Any], otype: Any, oshape: tuple[int, ...]
 ) -> npt.NDArray[Any]:
     """Applies `func` to many rows at a time. gguf applies it to 16, and its Python code then dominates."""
-    out = np.empty(oshape, dtype=otype)
-    if out.size == 0:
-        return out
+    if arr.size == 0:
+        return np.empty(oshape, dtype=otype)
     rows = arr.reshape(-1, arr.shape[-1])
-    flat = out.reshape(len(rows), -1)
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        group = rows[first : first + _ROWS_AT_ONCE]
-        flat[first : first + _ROWS_AT_ONCE] = func(group).reshape(len(group), -1)
-    return out
-
-
-def _takes_the_same(function: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
-    return function is not None and [*signature(function).parameters] == [*signature(other).parameters]
+    groups = np.array_split(rows, len(rows) // _ROWS_AT_ONCE or 1)
+    return np.concatenate([func(group).ravel() for group in groups], dtype=otype).reshape(oshape)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,8 +62,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: frozenset[int]
-    generation_defaults: dict[str, float] = field(default_factory=dict)
-    max_model_len: int = UNLIMITED_CONTEXT
+    generation_defaults: dict[str, float]
+    max_model_len: int
 
     @property
     def vocab_size(self) -> int:
@@ -103,11 +102,6 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def default_num_threads() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 _LOAD_LOCK = threading.Lock()
 """Held while a model loads: transformers changes process-wide settings then, and so do `gguf_read_once`,
 `_no_progress_bars` and `find_attention_layers`."""
@@ -123,8 +117,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     location = resolve_model(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    with _LOAD_LOCK, _no_progress_bars(), gguf_read_once():
-        model_config = _load_config(config, location)
+    with _LOAD_LOCK, _load_errors(config, location), _no_progress_bars(), gguf_read_once():
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            location.path, trust_remote_code=config.trust_remote_code, **location.options
+        )
         check_supported(config.model, model_config)
         max_model_len = context_limit(config.model, model_config) or UNLIMITED_CONTEXT
         model = _load_weights(config, location, model_config, dtype, device)
@@ -138,7 +134,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers=layers,
         dtype=dtype,
         device=device,
-        eos_token_ids=_eos_token_ids(generation_config, model.config),
+        eos_token_ids=_eos_token_ids(generation_config, model.config.get_text_config(decoder=True)),
         generation_defaults=_generation_defaults(generation_config),
         max_model_len=max_model_len,
     )
@@ -154,13 +150,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def _load_config(config: EngineConfig, location: ModelLocation) -> PreTrainedConfig:
-    with _load_errors(config, location):
-        return AutoConfig.from_pretrained(
-            location.path, trust_remote_code=config.trust_remote_code, **_source(location)
-        )
-
-
 def _load_weights(
     config: EngineConfig,
     location: ModelLocation,
@@ -173,29 +162,21 @@ def _load_weights(
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": config.trust_remote_code,
     }
-    with _load_errors(config, location):
-        if config.load_format == "dummy":
-            logger.info("%s: random weights (load_format=dummy)", config.model)
-            torch.manual_seed(config.seed or 0)
-            model = AutoModelForCausalLM.from_config(model_config, **options).to(device)
-        else:
-            logger.info("%s: loading from %s", config.model, location.gguf_path or location.path)
-            # Straight to the device: the host never holds all of the weights.
-            if device.type != "cpu":
-                options["device_map"] = {"": device}
-            if location.gguf_file is not None:
-                options |= gguf_weight_options()
-            model = AutoModelForCausalLM.from_pretrained(
-                location.path, config=model_config, **options, **_source(location)
-            )
+    if config.load_format == "dummy":
+        logger.info("%s: random weights (load_format=dummy)", config.model)
+        torch.manual_seed(config.seed or 0)
+        model = AutoModelForCausalLM.from_config(model_config, **options).to(device)
+    else:
+        logger.info("%s: loading from %s", config.model, location.gguf_path or location.path)
+        # Straight to the device: the host never holds all of the weights.
+        if device.type != "cpu":
+            options["device_map"] = {"": device}
+        if location.gguf_file is not None:
+            options |= gguf_weight_options()
+        model = AutoModelForCausalLM.from_pretrained(location.path, config=model_config, **options, **location.options)
     # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which transformers keeps in float32.
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
-
-
-def _source(location: ModelLocation) -> dict[str, str]:
-    settings = {"gguf_file": location.gguf_file, "revision": location.revision}
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 @contextmanager
@@ -228,14 +209,12 @@ def _load_generation_config(config: EngineConfig, location: ModelLocation, model
         return GenerationConfig.from_model_config(model.config)
 
 
-def _eos_token_ids(generation_config: GenerationConfig, model_config: PreTrainedConfig) -> frozenset[int]:
+def _eos_token_ids(*configs: GenerationConfig | PreTrainedConfig) -> frozenset[int]:
+    """Returns the EOS tokens of all `configs`, each of which has none, one or a list."""
     found: set[int] = set()
-    text_config = model_config.get_text_config(decoder=True)
-    for source in (generation_config.eos_token_id, getattr(text_config, "eos_token_id", None)):
-        if isinstance(source, int):
-            found.add(source)
-        elif source is not None:
-            found.update(int(token_id) for token_id in source)
+    for config in configs:
+        token_ids = getattr(config, "eos_token_id", None)
+        found.update([token_ids] if isinstance(token_ids, int) else token_ids or ())
     return frozenset(found)
 
 

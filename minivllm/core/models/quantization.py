@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from minivllm.core.native import library
 from minivllm.core.native.bindings import Workspace
-from minivllm.core.native.packing import NumberFormat, PackedLinear, gemm, pack
+from minivllm.core.native.packing import NumberFormat, gemm, pack
 
 logger = logging.getLogger(__name__)
 
@@ -32,54 +33,34 @@ class PackedProjection(nn.Module):
         if found is None:
             raise RuntimeError("the native library is not available")
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._library: ctypes.CDLL = found
-        self._packed: PackedLinear = pack(found, linear.weight, linear.bias, number_format)
+        self._library = found
+        self._packed = pack(found, linear.weight, linear.bias, number_format)
         self._workspace = Workspace(found)
         # Some models read the dtype of their projections' weights.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
-        self._key = len(_projections)
-        _projections.append(self)
+        self._key = id(self)
+        _projections[self._key] = self
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Returns (..., out_features) of (..., in_features), in the dtype of `states`."""
         if torch.compiler.is_compiling():
             output: torch.Tensor = torch.ops.minivllm.packed_projection(states, self._key, self.out_features)
             return output
-        return self.multiply(states)
-
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
         flat = gemm(self._library, self._workspace, self._packed, states.reshape(-1, self.in_features))
         return flat.to(states.dtype).view(*states.shape[:-1], self.out_features)
 
 
-# An operator that is opaque to torch.compile. It takes tensors and numbers only, so it names the projection by its key.
-_projections: list[PackedProjection] = []
+# An operator that is opaque to torch.compile. It takes tensors and numbers only, so it names the projection by its id.
+_projections: WeakValueDictionary[int, PackedProjection] = WeakValueDictionary()
 _library = torch.library.Library("minivllm", "FRAGMENT")
 _library.define("packed_projection(Tensor states, int key, int out_features) -> Tensor")
-_library.impl(
-    "packed_projection",
-    lambda states, key, out_features: _projections[key].multiply(states),
-    "CompositeExplicitAutograd",
-)
+_library.impl("packed_projection", lambda states, key, _: _projections[key](states), "CompositeExplicitAutograd")
 torch.library.register_fake(
     "minivllm::packed_projection",
     lambda states, key, out_features: states.new_empty((*states.shape[:-1], out_features)),
     lib=_library,
 )
-
-
-def pack_projections(model: nn.Module, number_format: NumberFormat) -> int:
-    """Replaces every `nn.Linear` of `model` whose in_features is a multiple of 4. Returns their number."""
-    started = time.monotonic()
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.in_features % 4 == 0:
-                setattr(parent, name, PackedProjection(child, number_format))
-                count += 1
-    logger.info("%d projections packed in %.1f s (%s)", count, time.monotonic() - started, number_format.name.lower())
-    return count
 
 
 class TorchInt8Projection(nn.Module):
@@ -91,7 +72,7 @@ class TorchInt8Projection(nn.Module):
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
-        # Some models ask their projections for the type of the weight.
+        # As in PackedProjection.
         self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.bias = None
         weight = linear.weight.detach().float()
@@ -110,10 +91,26 @@ class TorchInt8Projection(nn.Module):
         return output.to(states.dtype)
 
 
+def pack_projections(model: nn.Module, number_format: NumberFormat) -> None:
+    """Replaces every `nn.Linear` of `model` whose in_features is a multiple of 4 by a `PackedProjection`."""
+    started = time.monotonic()
+    count = _replace_projections(model, lambda linear: PackedProjection(linear, number_format), multiple_of=4)
+    logger.info("%d projections packed in %.1f s (%s)", count, time.monotonic() - started, number_format.name.lower())
+
+
 def quantize_with_torch(model: nn.Module) -> None:
     """Replaces every `nn.Linear` of `model` by a `TorchInt8Projection`."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, TorchInt8Projection(child))
+    _replace_projections(model, TorchInt8Projection)
     logger.info("projections with 8-bit weights, multiplied by torch")
+
+
+def _replace_projections(model: nn.Module, make: Callable[[nn.Linear], nn.Module], multiple_of: int = 1) -> int:
+    """Replaces every `nn.Linear` whose in_features is such a multiple by what `make` returns. Returns their number."""
+    count = 0
+    # Without the projections, so that each is freed once it is replaced.
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.in_features % multiple_of == 0:
+                setattr(parent, name, make(child))
+                count += 1
+    return count

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ _RECORDER_NAME = "minivllm_recorder"
 # Arguments of attention functions that do not change the result.
 _HARMLESS_ARGUMENTS = frozenset(
     {"cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "logits_to_keep", "max_length_k"}
-    | {"max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states", "position_embeddings"}
-    | {"position_ids", "return_dict", "use_cache"}
+    | {"max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states"}
+    | {"output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache"}
 )
 
 _FEATURE_OF_ARGUMENT = {"s_aux": "attention sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
@@ -112,59 +113,56 @@ def _rope_parameters(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [nested for nested in parameters.values() if isinstance(nested, dict)]
 
 
-class _AttentionRecorder:
-    """An attention function of transformers that records the parameters of each layer that calls it."""
+class _UnsupportedError(Exception):
+    """Raised by `_record_attention`, with the feature that the layer needs."""
 
-    def __init__(self) -> None:
-        self.layers: dict[int, AttentionLayer] = {}
-        self.unsupported: str | None = None
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        index: Any = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or index in self.layers:
-            self.unsupported = f"layers that cannot be distinguished (layer_idx={index!r})"
-        elif attention_mask is not None:
-            self.unsupported = "an attention mask of its own"
-        elif not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-            self.unsupported = "attention to later tokens, and only causal attention is supported"
-        elif key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            self.unsupported = f"K and V of different shapes ({tuple(key.shape)} and {tuple(value.shape)})"
-        elif query.shape[2] != key.shape[2]:
-            self.unsupported = "keys that do not belong to a token of the text"
-        for argument, given in others.items():
-            if argument not in _HARMLESS_ARGUMENTS and given is not None and given is not False:
-                self.unsupported = _FEATURE_OF_ARGUMENT.get(argument, f"the attention argument {argument!r}")
-        if self.unsupported is None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-            shape = (query.shape[1], key.shape[1], query.shape[-1])
-            self.layers[index] = AttentionLayer(*shape, scale, sliding_window, softcap)
-        # Only the shape of the result matters.
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        output = functional.scaled_dot_product_attention(query, key, query, is_causal=True)
-        return output.transpose(1, 2).contiguous(), None
+def _record_attention(
+    layers: dict[int, AttentionLayer],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Serves the attention layers of transformers, and adds the parameters of the calling layer to `layers`."""
+    for argument, given in others.items():
+        if argument not in _HARMLESS_ARGUMENTS and given is not None and given is not False:
+            raise _UnsupportedError(_FEATURE_OF_ARGUMENT.get(argument, f"the attention argument {argument!r}"))
+    index: Any = getattr(module, "layer_idx", None)
+    if not isinstance(index, int) or index in layers:
+        raise _UnsupportedError(f"layers that cannot be distinguished (layer_idx={index!r})")
+    if attention_mask is not None:
+        raise _UnsupportedError("an attention mask of its own")
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise _UnsupportedError("attention to later tokens, and only causal attention is supported")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise _UnsupportedError(f"K and V of different shapes ({tuple(key.shape)} and {tuple(value.shape)})")
+    if query.shape[2] != key.shape[2]:
+        raise _UnsupportedError("keys that do not belong to a token of the text")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layers[index] = AttentionLayer(query.shape[1], key.shape[1], query.shape[-1], scale, sliding_window, softcap)
+    # Only the shape of the result matters.
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    output = functional.scaled_dot_product_attention(query, key, query, is_causal=True)
+    return output.transpose(1, 2).contiguous(), None
 
 
 @torch.inference_mode()
-def _run_two_tokens(model: PreTrainedModel, part: torch.nn.Module, recorder: _AttentionRecorder) -> Any:
-    """Runs two tokens through a part of `model`, with `recorder` as its attention."""
-    AttentionInterface.register(_RECORDER_NAME, recorder)
+def _run_two_tokens(model: PreTrainedModel, part: torch.nn.Module) -> tuple[Any, dict[int, AttentionLayer]]:
+    """Runs two tokens through a part of `model`. Returns its output and the attention layers by index."""
+    layers: dict[int, AttentionLayer] = {}
+    AttentionInterface.register(_RECORDER_NAME, partial(_record_attention, layers))
     model.set_attn_implementation(_RECORDER_NAME)
     try:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         positions = torch.arange(2, device=model.device).unsqueeze(0)
-        return part(input_ids=tokens, position_ids=positions, use_cache=False)
+        return part(input_ids=tokens, position_ids=positions, use_cache=False), layers
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 
@@ -178,16 +176,16 @@ def find_attention_layers(name: str, model: PreTrainedModel) -> tuple[AttentionL
     config = model.config
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise unsupported(name, config, "positions of its own making, and packed sequences need them given")
-    recorder = _AttentionRecorder()
     try:
-        _run_two_tokens(model, model.base_model, recorder)
+        _, layers = _run_two_tokens(model, model.base_model)
+    except _UnsupportedError as error:
+        raise unsupported(name, config, str(error)) from None
     except Exception as error:
-        if recorder.unsupported is None:
-            raise unsupported(name, config, f"more than tokens and positions to run ({error})") from error
-    feature = recorder.unsupported or _unsupported_combination(recorder.layers, config)
+        raise unsupported(name, config, f"more than tokens and positions to run ({error})") from error
+    feature = _unsupported_combination(layers, config)
     if feature is not None:
         raise unsupported(name, config, feature)
-    return tuple(recorder.layers[index] for index in sorted(recorder.layers))
+    return tuple(layers[index] for index in sorted(layers))
 
 
 def find_lm_head(name: str, model: PreTrainedModel) -> LMHead:
@@ -199,10 +197,10 @@ def find_lm_head(name: str, model: PreTrainedModel) -> LMHead:
     head = LMHead.from_model(model)
     if head is None:
         raise unsupported(name, model.config, "a projection to logits that can be found")
-    theirs = _run_two_tokens(model, model, _AttentionRecorder()).logits[0]
+    theirs = _run_two_tokens(model, model)[0].logits[0].float()
     with torch.inference_mode():
-        ours = head(_run_two_tokens(model, model.base_model, _AttentionRecorder()).last_hidden_state[0])
-    if ours.shape != theirs.shape or not (ours.float() - theirs.float()).norm() <= 1e-2 * theirs.float().norm():
+        ours = head(_run_two_tokens(model, model.base_model)[0].last_hidden_state[0]).float()
+    if ours.shape != theirs.shape or not (ours - theirs).norm() <= 1e-2 * theirs.norm():
         raise unsupported(name, model.config, "a treatment of its logits that is not known")
     return head
 

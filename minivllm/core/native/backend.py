@@ -19,8 +19,8 @@ class NativeBackend(AttentionBackend):
 
     name = "native"
 
-    def __init__(self, layers: tuple[AttentionLayer, ...], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layers, dtype, device)
+    def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
+        super().__init__(layers)
         library = native.library()
         if library is None:
             raise RuntimeError(native.why_not())
@@ -38,12 +38,7 @@ class NativeBackend(AttentionBackend):
         return native.why_not()
 
     def forward(
-        self,
-        layer_index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         query, key, value = (_with_dense_rows(states.to(query.dtype)) for states in (query, key, value))
         key_cache = metadata.kv_cache.key_cache[layer_index]
@@ -51,7 +46,7 @@ class NativeBackend(AttentionBackend):
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = self.layers[layer_index]
         call = bindings.AttentionCall(
-            metadata.plan(self, lambda: self._begin_step(metadata)),
+            metadata.plan(self._begin_step),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),

@@ -30,10 +30,10 @@ class AttentionMetadata(ctypes.Structure):
 
     @classmethod
     def of(cls, metadata: attention.AttentionMetadata) -> Self:
-        starts, lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
+        starts, lens = metadata.query_start_loc, metadata.seq_lens
         tables, slots = metadata.block_tables.contiguous(), metadata.slot_mapping.contiguous()
         pointers = (starts.ctypes.data, lens.ctypes.data, tables.data_ptr())
-        result = cls(metadata.num_sequences, slots.shape[0], *pointers, tables.stride(0), slots.data_ptr())
+        result = cls(len(lens), slots.shape[0], *pointers, tables.stride(0), slots.data_ptr())
         result.tensors = (starts, lens, tables, slots)
         return result
 
@@ -55,7 +55,10 @@ class AttentionCall(ctypes.Structure):
 
 
 class PackedLinear(ctypes.Structure):
-    """Mirrors `gemm_packing.hpp`."""
+    """Packed weight (num_outputs, depth) and bias of a linear layer. Mirrors `gemm_packing.hpp`.
+
+    `tensors` keeps the memory behind the pointers alive; `columns` is `num_outputs` padded to full panels.
+    """
 
     _fields_ = _fields(
         ("data column_scale compensation bias", c_void_p),
@@ -63,6 +66,8 @@ class PackedLinear(ctypes.Structure):
         ("max_norm", c_float),
         ("format", c_int32),
     )
+    num_outputs: int
+    tensors: list[Any]
 
 
 class Layer(ctypes.Structure):

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -74,23 +73,16 @@ def _compiler() -> str:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Returns a hash of everything that the build depends on: sources, flags, compiler and CPU."""
-    digest = hashlib.sha256(repr((compiler, _FLAGS, platform.machine(), _cpu_features())).encode())
-    digest.update(subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=False).stdout)
+    """Returns a hash of what the build depends on: sources, flags, compiler, and CPU as the compiler sees it.
+
+    The predefined macros name the compiler's version and the features of `-march=native`.
+    """
+    macros = [compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    digest = hashlib.sha256(repr(macros).encode())
+    digest.update(subprocess.run(macros, capture_output=True, timeout=60, check=False).stdout)
     for source in sorted([*_SOURCES.glob("*.hpp"), *_SOURCES.glob("*.cpp")]):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:20]
-
-
-def _cpu_features() -> str:
-    """Returns what determines `-march=native`: the CPU's flags and model, or its name outside of Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("flags", "Features", "model", "cpu family", "vendor_id")
-    first = {line.split(":")[0].strip(): line for line in reversed(lines) if ":" in line}
-    return "\n".join(first[name] for name in names if name in first)
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,14 +55,10 @@ class NativeDecoder:
     Frees the model's own projection weights layer by layer, so that memory never contains all of them twice.
 
     Attributes:
-        hidden_size: of the output.
         sensitive_format: number format of the weights that int8 would harm most.
 
     Args:
         model: a model for which `why_not_decoder` returns None.
-        layers: attention parameters of each layer.
-        kv_cache: the pool of all steps.
-        number_format: of the projections.
         max_positions: maximum context length.
     """
 
@@ -71,7 +67,6 @@ class NativeDecoder:
         model: Any,
         layers: tuple[AttentionLayer, ...],
         kv_cache: KVCachePool,
-        *,
         number_format: NumberFormat,
         max_positions: int,
     ) -> None:
@@ -84,17 +79,18 @@ class NativeDecoder:
         self._workspace = bindings.Workspace(native)
         self._arena = Arena()
         self._referenced: list[Any] = []  # keeps the memory behind the structures' pointers alive
-        self.hidden_size = int(model.config.hidden_size)
         self._layers = (bindings.Layer * len(layers))()
         for index, (module, layer) in enumerate(zip(model.base_model.layers, layers, strict=True)):
             self._layers[index] = self._layer(module, layer, kv_cache, index)
-            free_weights(module)
+            for child in module.modules():
+                if isinstance(child, nn.Linear):
+                    child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         self._decoder = self._describe(model, layers[0], kv_cache, max_positions)
 
     def hidden_states(self, model_input: ModelInput) -> torch.Tensor:
         """Returns the last hidden states (T, hidden_size) float32; writes the tokens' K and V to the pool."""
         metadata = bindings.AttentionMetadata.of(model_input.attention)
-        output = empty_float32(model_input.input_ids.shape[0], self.hidden_size)
+        output = empty_float32(model_input.input_ids.shape[0], self._decoder.hidden_size)
         self._library.minivllm_forward(
             self._workspace.handle(),
             ctypes.byref(self._decoder),
@@ -110,7 +106,10 @@ class NativeDecoder:
     ) -> bindings.Decoder:
         base = model.base_model
         embedding = base.embed_tokens.weight
-        cos, sin = rope_tables(base.rotary_emb, max_positions)
+        # By the model's own module: (max_positions, rotary_size / 2) float32.
+        positions = torch.arange(max_positions, device="cpu").unsqueeze(0)
+        tables = base.rotary_emb(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
+        cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in tables)
         self._referenced += [embedding, cos, sin]
         cache = kv_cache.key_cache[0]
         return bindings.Decoder(
@@ -120,7 +119,7 @@ class NativeDecoder:
             rope_cos=cos.data_ptr(),
             rope_sin=sin.data_ptr(),
             num_layers=len(self._layers),
-            hidden_size=self.hidden_size,
+            hidden_size=model.config.hidden_size,
             intermediate_size=model.config.intermediate_size,
             num_query_heads=layer.num_query_heads,
             num_kv_heads=layer.num_kv_heads,
@@ -137,33 +136,34 @@ class NativeDecoder:
 
     def _layer(self, module: Any, layer: AttentionLayer, kv_cache: KVCachePool, index: int) -> bindings.Layer:
         attention, mlp = module.self_attn, module.mlp
-        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
         number_format = self._number_format
         qkv_format = self.sensitive_format if index < NUM_SENSITIVE_LAYERS else number_format
+        head_norms = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         return bindings.Layer(
-            qkv_proj=self._pack(*fuse(qkv, torch.cat), qkv_format),
-            o_proj=self._pack(attention.o_proj.weight, attention.o_proj.bias, number_format),
-            gate_up_proj=self._pack(*fuse(gate_up, interleave), number_format),
-            down_proj=self._pack(mlp.down_proj.weight, mlp.down_proj.bias, number_format),
+            qkv_proj=self._pack(qkv_format, attention.q_proj, attention.k_proj, attention.v_proj),
+            o_proj=self._pack(number_format, attention.o_proj),
+            gate_up_proj=self._pack(number_format, mlp.gate_proj, mlp.up_proj, combine=interleave),
+            down_proj=self._pack(number_format, mlp.down_proj),
             input_layernorm=self._float32(module.input_layernorm.weight),
             post_attention_layernorm=self._float32(module.post_attention_layernorm.weight),
-            q_norm=self._head_norm(attention, "q_norm"),
-            k_norm=self._head_norm(attention, "k_norm"),
+            **{name: self._float32(norm.weight) for name, norm in head_norms.items()},
             key_cache=kv_cache.key_cache[index].data_ptr(),
             value_cache=kv_cache.value_cache[index].data_ptr(),
             window=layer.sliding_window or 0,
         )
 
     def _pack(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, number_format: NumberFormat
+        self,
+        number_format: NumberFormat,
+        *projections: Any,
+        combine: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = torch.cat,
     ) -> bindings.PackedLinear:
-        packed = pack(self._library, weight, bias, number_format, self._arena)
+        """Packs one projection that computes several, its output columns ordered by `combine`."""
+        weights, biases = zip(*((projection.weight, projection.bias) for projection in projections), strict=True)
+        bias = None if biases[0] is None else combine(biases)
+        packed = pack(self._library, combine(weights), bias, number_format, self._arena)
         self._referenced.append(packed)
-        return packed.struct
-
-    def _head_norm(self, attention: nn.Module, name: str) -> int | None:
-        norm = getattr(attention, name, None)
-        return None if norm is None else self._float32(norm.weight)
+        return packed
 
     def _float32(self, weight: torch.Tensor) -> int:
         """Returns the address of a float32 copy that lives as long as the decoder."""
@@ -172,30 +172,7 @@ class NativeDecoder:
         return copy.data_ptr()
 
 
-def free_weights(module: nn.Module) -> None:
-    """Frees the weights of all projections in a module."""
-    for child in module.modules():
-        if isinstance(child, nn.Linear):
-            child.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-
-def fuse(
-    projections: Iterable[Any], combine: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of one projection that computes several, its output columns ordered by `combine`."""
-    weights, biases = zip(*((projection.weight, projection.bias) for projection in projections), strict=True)
-    return combine(list(weights)), None if biases[0] is None else combine(list(biases))
-
-
-def interleave(tensors: list[torch.Tensor]) -> torch.Tensor:
+def interleave(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Interleaves the rows of tensors (N, ...) in runs of GATE_WIDTH."""
     runs = [tensor.reshape(-1, GATE_WIDTH, *tensor.shape[1:]) for tensor in tensors]
     return torch.stack(runs, dim=1).flatten(0, 2)
-
-
-def rope_tables(rotary: nn.Module, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cosines and sines (num_positions, rotary_size / 2) float32, computed by the model's own module."""
-    positions = torch.arange(num_positions, device="cpu").unsqueeze(0)
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions)
-    half = cos.shape[-1] // 2
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -16,6 +16,12 @@ logger = logging.getLogger(__name__)
 
 _HUGE_PAGE_BYTES = 2 * 1024**2
 
+# By controller, which version 2 leaves empty: root, limit, usage, and the name of the file cache in memory.stat.
+_CGROUP_FILES = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
     """Advises the kernel to back a CPU tensor with huge pages (madvise); call it before the first write."""
@@ -42,13 +48,9 @@ def available_bytes() -> int | None:
         return None
     for line in groups:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            files = ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            files = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        available = min([available, *_available_in_groups(path, *files)])
+        for controller in controllers.split(","):
+            if controller in _CGROUP_FILES:
+                available = min([available, *_available_in_groups(path, *_CGROUP_FILES[controller])])
     return available
 
 
@@ -57,12 +59,11 @@ def _available_in_groups(path: str, root: str, limit_file: str, usage_file: str,
 
     A container may see only its own group, mounted as the root.
     """
-    group = Path(root + path)
-    while len(group.parts) >= len(Path(root).parts):
+    for folder in (Path(path), *Path(path).parents):
+        group = Path(f"{root}{folder}")
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit = int((group / limit_file).read_text())
             yield limit - int((group / usage_file).read_text()) + _numbers(group / "memory.stat").get(cache_name, 0)
-        group = group.parent
 
 
 def _numbers(path: str | Path) -> dict[str, int]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import enum
 import logging
-from dataclasses import dataclass
 
 import torch
 
 from minivllm.core.native import bindings
-from minivllm.core.native.bindings import Workspace
 from minivllm.core.native.memory import prefer_huge_pages
 
 logger = logging.getLogger(__name__)
@@ -31,19 +29,8 @@ class NumberFormat(enum.IntEnum):
     BFLOAT16 = 3  # AMX
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """Packed weight (N, K) and bias of a linear layer. `struct` points into `tensors`."""
-
-    num_outputs: int
-    struct: bindings.PackedLinear
-    tensors: tuple[torch.Tensor, ...]
-
-
 class Arena:
     """Allocates packed weights from large chunks, which the kernel can back with huge pages."""
-
-    _ALIGNMENT = 64
 
     def __init__(self, chunk_bytes: int = 32 * 1024**2) -> None:
         self._chunk_bytes = chunk_bytes
@@ -51,7 +38,7 @@ class Arena:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Returns `num_bytes` uninitialized bytes, aligned to a cache line."""
-        num_bytes = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        num_bytes = -(-num_bytes // 64) * 64
         if num_bytes > self._free.numel():
             self._free = torch.empty(max(num_bytes, self._chunk_bytes), dtype=torch.uint8, device="cpu")
             prefer_huge_pages(self._free)
@@ -70,7 +57,7 @@ def pack(
     bias: torch.Tensor | None,
     number_format: NumberFormat,
     arena: Arena | None = None,
-) -> PackedLinear:
+) -> bindings.PackedLinear:
     """Packs `weight` (N, K), K a multiple of 4, and `bias` (N,) or None, in memory of `arena` if given."""
     num_outputs, depth = weight.shape
     columns = -(-num_outputs // PANEL_WIDTH) * PANEL_WIDTH
@@ -99,17 +86,20 @@ def pack(
         padded_bias[:num_outputs] = bias
         tensors.append(padded_bias)
     pointers = [tensor.data_ptr() for tensor in tensors] + [None] * (4 - len(tensors))
-    struct = bindings.PackedLinear(*pointers, columns, depth, max_norm, number_format)
-    return PackedLinear(num_outputs, struct, tuple(tensors))
+    packed = bindings.PackedLinear(*pointers, columns, depth, max_norm, number_format)
+    packed.num_outputs, packed.tensors = num_outputs, tensors
+    return packed
 
 
-def gemm(library: ctypes.CDLL, workspace: Workspace, linear: PackedLinear, states: torch.Tensor) -> torch.Tensor:
+def gemm(
+    library: ctypes.CDLL, workspace: bindings.Workspace, linear: bindings.PackedLinear, states: torch.Tensor
+) -> torch.Tensor:
     """Returns states (R, K) times the packed weight, plus its bias: (R, N) float32."""
     states = states.float().contiguous()
     output = empty_float32(states.shape[0], linear.num_outputs)
     library.minivllm_gemm(
         workspace.handle(),
-        ctypes.byref(linear.struct),
+        ctypes.byref(linear),
         states.data_ptr(),
         states.shape[0],
         output.data_ptr(),
@@ -134,7 +124,7 @@ def check_amx(library: ctypes.CDLL) -> None:
     weight, states = (empty_float32(rows, 192).normal_(generator=generator) for rows in (70, 150))
     expected = states @ weight.T
     for number_format, max_error in ((NumberFormat.BFLOAT16, 1e-2), (NumberFormat.INT8, 5e-2)):
-        found = gemm(library, Workspace(library), pack(library, weight, None, number_format), states)
+        found = gemm(library, bindings.Workspace(library), pack(library, weight, None, number_format), states)
         error = float((found - expected).norm() / expected.norm())
         if not error < max_error:
             logger.warning("AMX is disabled: its products are wrong (%s, relative error %.3g)", number_format, error)

@@ -30,7 +30,7 @@ class Prefaulter:
     def __init__(self, library: ctypes.CDLL, pool: KVCachePool) -> None:
         num_regions = pool.tensor.shape[0] * pool.tensor.shape[1]  # layers, K and V
         self._library = library
-        self._handle = library.minivllm_prefault(pool.tensor.data_ptr(), num_regions, pool.num_bytes // num_regions)
+        self._handle = library.minivllm_prefault(pool.tensor.data_ptr(), num_regions, pool.tensor.nbytes // num_regions)
         self._stop = weakref.finalize(pool, library.minivllm_stop_prefault, self._handle)
 
     @classmethod
@@ -43,12 +43,9 @@ class Prefaulter:
         available = None if native is None else available_bytes()
         if native is None or available is None:
             return None
-        if pool.num_bytes > MAX_PREFAULT_SHARE * available:
-            logger.warning(
-                "the KV pool (%.1f GiB) is not prefaulted: only %.1f GiB of memory are available",
-                pool.num_bytes / 2**30,
-                available / 2**30,
-            )
+        if pool.tensor.nbytes > MAX_PREFAULT_SHARE * available:
+            sizes = (num_bytes / 2**30 for num_bytes in (pool.tensor.nbytes, available))
+            logger.warning("the KV pool (%.1f GiB) is not prefaulted: only %.1f GiB of memory are available", *sizes)
             return None
         return cls(native, pool)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -115,44 +114,23 @@ def random_sample_candidates(
     return sampled
 
 
-def apply_penalties(logits: torch.Tensor, entries: Items[tuple[int, IdArray, FloatArray, FloatArray]]) -> None:
-    """Applies repetition, frequency and presence penalties in place.
+def update_logits(logits: torch.Tensor, updates: Items[tuple[int, IdArray, float, FloatArray]]) -> None:
+    """Applies a repetition penalty to logits of given tokens, then adds to them, in place.
 
-    Args:
-        entries: (row, token ids, their repetition penalties, what frequency and presence penalties subtract).
-    """
-
-    def penalize(values: FloatArray, repetition: FloatArray, subtract: FloatArray) -> FloatArray:
-        penalized: FloatArray = np.where(values > 0, values / repetition, values * repetition) - subtract
-        return penalized
-
-    _update_tokens(logits, entries, penalize)
-
-
-def apply_logit_bias(logits: torch.Tensor, entries: Items[tuple[int, IdArray, FloatArray]]) -> None:
-    """Adds the biases in place. Entries are (row, token ids, biases)."""
-    _update_tokens(logits, entries, np.add)
-
-
-def mask_tokens(logits: torch.Tensor, entries: Items[tuple[int, IdArray]]) -> None:
-    """Sets the logits of these tokens to -inf in place. Entries are (row, token ids)."""
-    _update_tokens(logits, entries, lambda values: np.full_like(values, -np.inf))
-
-
-def _update_tokens(logits: torch.Tensor, entries: Items[tuple], update: Callable[..., FloatArray]) -> None:  # type: ignore[type-arg]
-    """Updates logits of given tokens in place, for all rows in one gather and one scatter.
+    All rows share one gather and one scatter.
 
     Args:
         logits: (rows, width) float32, contiguous.
-        entries: (row, token ids, arguments of the update...) with arrays of one length; token ids distinct per row.
-        update: (values, arguments...) -> new values, on the concatenated arrays of all rows.
+        updates: (row, token ids, repetition penalty, what is added to each); the token ids of a row are distinct.
     """
-    width = logits.shape[1]
-    places = torch.from_numpy(np.concatenate([entry[1] + entry[0] * width for entry in entries])).to(logits.device)
-    arguments = [np.concatenate(parts) for parts in zip(*(entry[2:] for entry in entries), strict=True)]
+    rows, token_ids, penalties, added = zip(*updates, strict=True)
+    lengths = [len(ids) for ids in token_ids]
+    places = torch.from_numpy(np.concatenate(token_ids) + np.repeat(rows, lengths) * logits.shape[1]).to(logits.device)
+    repetition = np.repeat(np.array(penalties, dtype=np.float32), lengths)
     flat = logits.view(-1)
-    values = update(flat[places].cpu().numpy(), *arguments)
-    flat[places] = torch.from_numpy(values.astype(np.float32)).to(logits.device)
+    values = flat[places].cpu().numpy()
+    values = np.where(values > 0, values / repetition, values * repetition) + np.concatenate(added)
+    flat[places] = torch.from_numpy(values).to(logits.device)
 
 
 def apply_token_bitmask(

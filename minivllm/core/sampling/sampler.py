@@ -17,7 +17,7 @@ vLLM's and OpenAI's servers report by default.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -27,15 +27,13 @@ from minivllm.core.errors import InvalidRequestError, MinivllmError, RequestFail
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.ops import (
     Workspace,
-    apply_logit_bias,
-    apply_penalties,
     apply_token_bitmask,
     block_argmax,
-    mask_tokens,
     random_sample,
     random_sample_candidates,
     select_rows,
     unnormalized_softmax,
+    update_logits,
 )
 from minivllm.core.sampling.rng import make_seed
 from minivllm.core.sampling.state import SamplerState
@@ -47,14 +45,15 @@ from minivllm.core.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_NOT_FINITE = "the model's output for this request is not a number"
+
 
 class Sampler:
     """Samples tokens. The state of each sequence is its `sampler_state`.
 
     Args:
-        vocab_size: width of the logits.
         eos_token_ids: tokens that `min_tokens` masks and a finished grammar allows.
-        tokenizer: the tokenizer for structured output, or a function that loads it at first use.
+        tokenizer: loads the tokenizer for structured output at first use.
         seed: makes requests without a seed reproducible, by the order in which they are prepared.
     """
 
@@ -63,7 +62,7 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         *,
-        tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
         seed: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
@@ -82,27 +81,21 @@ class Sampler:
         except MinivllmError as error:
             logger.info("no structured output with this model: %s", error)
 
-    # -- state of a sequence -----------------------------------------------------------------------
-
     def prepare(self, sequence: Sequence) -> None:
         """Checks the parameters against the model, compiles the grammar, and sets `sequence.sampler_state`.
 
         Raises:
-            InvalidRequestError: a token id is outside the vocabulary, or the grammar cannot be compiled. No state is
-                set.
+            InvalidRequestError: a token id is outside the vocabulary, or the grammar cannot be compiled; sets no state.
         """
         params = sequence.sampling_params
         for param, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             for token_id in token_ids:
                 if not 0 <= token_id < self.vocab_size:
-                    raise InvalidRequestError(
-                        f"{param}: token id {token_id} is not in the model's vocabulary of {self.vocab_size}",
-                        param=param,
-                    )
-        matcher = None
-        if params.structured_output is not None:
-            ll_matcher = self._grammars.compile(params.structured_output)
-            matcher = GrammarMatcher(sequence, params.structured_output, ll_matcher)
+                    reason = f"token id {token_id} is not in the model's vocabulary of {self.vocab_size}"
+                    raise InvalidRequestError(f"{param}: {reason}", param=param)
+        matcher, output = None, params.structured_output
+        if output is not None:
+            matcher = GrammarMatcher(sequence, output, self._grammars.compile(output))
         seed = make_seed(self._seed, self._num_prepared) if params.seed is None else params.seed + sequence.index
         sequence.sampler_state = SamplerState(sequence, seed, self.eos_token_ids, matcher)
         self._num_prepared += 1
@@ -115,8 +108,6 @@ class Sampler:
         """Compiles and caches the grammar of a later request, from any thread. Raises what `prepare` would."""
         if params.structured_output is not None:
             self._grammars.compile(params.structured_output)
-
-    # -- grammar bitmasks --------------------------------------------------------------------------
 
     def start_bitmasks(self, sequences: list[Sequence]) -> None:
         """Starts to compute the grammar bitmasks of these sequences on a thread, without the GIL; `sample` joins it.
@@ -134,8 +125,7 @@ class Sampler:
         if pending is not None:
             pending.result()
 
-    # -- sampling ----------------------------------------------------------------------------------
-
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
         """Samples one token per row.
 
@@ -150,18 +140,14 @@ class Sampler:
         self._join_bitmasks()
         if not sequences:
             return []
-        with torch.inference_mode():
-            return self._sample(logits.detach()[:, : self.vocab_size], sequences)
-
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampleResult]:
-        """Samples plain greedy rows by one argmax over all rows, which is cheaper than selecting them."""
+        # Plain greedy rows by one argmax over all rows, which is cheaper than selecting them.
         states = [sequence.sampler_state for sequence in sequences]
         others = [row for row, state in enumerate(states) if state is None or not state.is_plain_greedy]
         if len(others) == len(sequences):
             return self._sample_isolated(logits, sequences)
         values, token_ids = block_argmax(logits)
         results = [
-            SampleResult(token_id) if is_finite else SampleResult(error=_not_finite())
+            SampleResult(token_id) if is_finite else SampleResult(error=RequestFailedError(_NOT_FINITE))
             for token_id, is_finite in zip(token_ids.tolist(), torch.isfinite(values).tolist(), strict=True)
         ]
         if others:
@@ -199,11 +185,12 @@ class Sampler:
             maxima, best = block_argmax(adjusted)
         token_ids: list[int] = best.tolist()
         is_finite = torch.isfinite(maxima).tolist()
-        random_rows = [row for row, state in enumerate(states) if is_finite[row] and not state.params.is_greedy]
-        self._random_sample(adjusted, maxima, random_rows, states, token_ids)
+        at_random = {row: state for row, state in enumerate(states) if is_finite[row] and not state.params.is_greedy}
+        for row, token_id in self._random_sample(adjusted, maxima, at_random):
+            token_ids[row] = token_id
         logprobs = _logprobs(raw, states, token_ids)
         return [
-            SampleResult(error=_not_finite())
+            SampleResult(error=RequestFailedError(_NOT_FINITE))
             if not raw_is_finite[row]
             else SampleResult(error=_failed("every token is masked"))
             if not is_finite[row]
@@ -213,49 +200,37 @@ class Sampler:
 
     def _adjust(self, logits: torch.Tensor, states: list[SamplerState]) -> None:
         """Applies penalties, bias, min_tokens and grammar bitmasks in place."""
-        rows = list(enumerate(states))
-        penalized = [(row, *state.penalties.update()) for row, state in rows if state.penalties is not None]
-        if penalized:
-            apply_penalties(logits, penalized)
-        biased = [(row, *state.logit_bias) for row, state in rows if state.logit_bias is not None]
-        if biased:
-            apply_logit_bias(logits, biased)
-        matchers = [(row, state.matcher) for row, state in rows if state.matcher is not None]
+        matchers = [(row, state.matcher) for row, state in enumerate(states) if state.matcher is not None]
         self._grammars.fill_bitmasks([matcher for _, matcher in matchers])
-        stops = [(row, state.stop_token_ids) for row, state in rows if state.masks_stop_tokens()]
-        if stops:
-            mask_tokens(logits, stops)
+        for same_kind in zip(*(state.updates() for state in states), strict=True):
+            updates = [(row, *update) for row, update in enumerate(same_kind) if update is not None]
+            if updates:
+                update_logits(logits, updates)
         if matchers:
             bitmask = np.stack([matcher.bitmask() for _, matcher in matchers])
             apply_token_bitmask(logits, [row for row, _ in matchers], bitmask, self._workspace)
 
     def _random_sample(
-        self,
-        logits: torch.Tensor,
-        maxima: torch.Tensor,
-        rows: list[int],
-        states: list[SamplerState],
-        token_ids: list[int],
-    ) -> None:
-        """Samples these rows at random; writes the tokens to `token_ids`."""
-        filtered = [row for row in rows if has_filter(states[row].params, logits.shape[1])]
-        unfiltered = [row for row in rows if row not in set(filtered)]
-        for selected in (unfiltered, filtered):
+        self, logits: torch.Tensor, maxima: torch.Tensor, states: dict[int, SamplerState]
+    ) -> Iterator[tuple[int, int]]:
+        """Samples the rows of `states` at random; yields (row, token id)."""
+        width = logits.shape[1]
+        for is_filtered in (False, True):
+            selected = [row for row, state in states.items() if has_filter(state.params, width) == is_filtered]
             if not selected:
                 continue
             picked, picked_maxima = select_rows(logits, selected), select_rows(maxima, selected)
             params = [states[row].params for row in selected]
             seeds = [states[row].seed for row in selected]
             positions = [len(states[row].sequence.output_token_ids) for row in selected]
-            if selected is filtered:
+            if is_filtered:
                 candidates = filter_candidates(picked, picked_maxima, params, self._workspace)
                 sampled = random_sample_candidates(*candidates, seeds, positions)
             else:
                 temperatures = [one.temperature for one in params]
                 weights, sums = unnormalized_softmax(picked, picked_maxima, temperatures, self._workspace)
                 sampled = random_sample(weights, sums, seeds, positions).tolist()
-            for row, token_id in zip(selected, sampled, strict=True):
-                token_ids[row] = token_id
+            yield from zip(selected, sampled, strict=True)
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
@@ -297,10 +272,6 @@ def _state(sequence: Sequence) -> SamplerState:
     if state is None:
         raise _failed("the sequence was not prepared")
     return state
-
-
-def _not_finite() -> RequestFailedError:
-    return RequestFailedError("the model's output for this request is not a number")
 
 
 def _failed(reason: str) -> RequestFailedError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from minivllm.core.sampling.ops import FloatArray, IdArray
@@ -12,6 +14,10 @@ MIN_REPETITION_PENALTY = 1e-20
 """Smaller penalties give the same distribution, but would make logits infinite."""
 
 
+LogitUpdate = tuple[IdArray, float, FloatArray]
+"""Token ids, their repetition penalty and what is added to their logits, see `ops.update_logits`."""
+
+
 class PenaltyState:
     """Distinct tokens of a sequence and how often each was sampled, updated per output token.
 
@@ -19,36 +25,26 @@ class PenaltyState:
     """
 
     def __init__(self, sequence: Sequence) -> None:
-        params = sequence.sampling_params
         self._sequence = sequence
-        self._repetition = max(params.repetition_penalty, MIN_REPETITION_PENALTY)
-        self._frequency = params.frequency_penalty
-        self._presence = params.presence_penalty
+        self._repetition = max(sequence.sampling_params.repetition_penalty, MIN_REPETITION_PENALTY)
         prompt = dict.fromkeys(sequence.prompt_token_ids) if self._repetition != 1.0 else {}
         self._place = {token_id: place for place, token_id in enumerate(prompt)}
-        self._ids: IdArray = np.zeros(max(64, 2 * len(prompt)), dtype=np.int64)
-        self._ids[: len(prompt)] = list(prompt)
-        self._counts: FloatArray = np.zeros(len(self._ids), dtype=np.float32)
+        self._ids, self._counts = array("q", prompt), array("f", [0.0] * len(prompt))
         self._num_counted = 0
 
-    def update(self) -> tuple[IdArray, FloatArray, FloatArray]:
-        """Counts new output tokens; returns (token ids, repetition penalties, what the other penalties subtract)."""
-        output = self._sequence.output_token_ids
+    def update(self) -> LogitUpdate:
+        """Counts new output tokens; returns the update of the logits."""
+        output, params = self._sequence.output_token_ids, self._sequence.sampling_params
         for token_id in output[self._num_counted :]:
-            self._count(token_id)
+            place = self._place.setdefault(token_id, len(self._place))
+            if place == len(self._ids):
+                self._ids.append(token_id)
+                self._counts.append(0.0)
+            self._counts[place] += 1
         self._num_counted = len(output)
-        size = len(self._place)
-        counts = self._counts[:size]
-        subtract = self._frequency * counts + self._presence * (counts > 0)
-        return self._ids[:size], np.full(size, self._repetition, dtype=np.float32), subtract.astype(np.float32)
-
-    def _count(self, token_id: int) -> None:
-        place = self._place.setdefault(token_id, len(self._place))
-        if place == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[place] = token_id
-        self._counts[place] += 1
+        counts = np.array(self._counts)
+        added = -params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        return np.array(self._ids), self._repetition, added.astype(np.float32)
 
 
 class SamplerState:
@@ -57,26 +53,29 @@ class SamplerState:
     def __init__(
         self, sequence: Sequence, seed: int, eos_token_ids: frozenset[int], matcher: GrammarMatcher | None
     ) -> None:
-        params = sequence.sampling_params
         self.sequence = sequence
-        self.params = params
+        self.params = params = sequence.sampling_params
         self.seed = seed
         self.matcher = matcher
         has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        self.penalties = PenaltyState(sequence) if has_penalties else None
-        self.logit_bias: tuple[IdArray, FloatArray] | None = None
-        if params.logit_bias:
-            self.logit_bias = (
-                np.fromiter(params.logit_bias.keys(), dtype=np.int64),
-                np.fromiter(params.logit_bias.values(), dtype=np.float32),
-            )
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
-        self.stop_token_ids: IdArray = np.array(sorted(stops), dtype=np.int64)
-        self.changes_logits = bool(has_penalties or self.logit_bias or matcher or (params.min_tokens and stops))
+        self._penalties = PenaltyState(sequence) if has_penalties else None
+        bias = params.logit_bias
+        self._bias = _addition(list(bias), list(bias.values())) if bias else None
+        stops = sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
+        self._stops = _addition(stops, [-np.inf] * len(stops)) if params.min_tokens and stops else None
+        self.changes_logits = bool(has_penalties or bias or matcher or self._stops)
         self.is_plain_greedy = params.is_greedy and params.logprobs is None and not self.changes_logits
 
-    def masks_stop_tokens(self) -> bool:
-        """True while `min_tokens` is not reached, unless the grammar allows nothing but EOS."""
-        below_min_tokens = len(self.sequence.output_token_ids) < self.params.min_tokens
+    def updates(self) -> tuple[LogitUpdate | None, ...]:
+        """Returns the updates by penalties, by logit_bias and by min_tokens; None for one that changes nothing.
+
+        min_tokens masks the tokens that end the text, unless the grammar allows nothing but EOS.
+        """
         is_terminated = self.matcher is not None and self.matcher.is_terminated
-        return below_min_tokens and self.stop_token_ids.size > 0 and not is_terminated
+        ends_later = len(self.sequence.output_token_ids) < self.params.min_tokens and not is_terminated
+        penalties = None if self._penalties is None else self._penalties.update()
+        return penalties, self._bias, self._stops if ends_later else None
+
+
+def _addition(token_ids: list[int], added: list[float]) -> LogitUpdate:
+    return np.array(token_ids, dtype=np.int64), 1.0, np.array(added, dtype=np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ _LIMIT_MESSAGES = ("max is", "too many", "too large", "too big", "too complex", 
 """Parts of llguidance's messages about a grammar that exceeds a limit."""
 
 _MAX_CACHED_GRAMMARS = 64
-_PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
+_executor = cache(LLExecutor)
+"""The threads that compute bitmasks, started by the first one."""
 
 
 class GrammarMatcher:
@@ -54,9 +55,9 @@ class GrammarMatcher:
     def __init__(self, sequence: Sequence, structured_output: StructuredOutput, matcher: LLMatcher) -> None:
         self._sequence = sequence
         self._param = _param(structured_output)
-        self._matcher = matcher
+        self.matcher = matcher
         self._num_accepted = 0
-        self._bitmask: TokenBitmask | None = None
+        self._bitmask: TokenBitmask = np.zeros(0, dtype=np.int32)
         self._bitmask_position = -1
         self.is_terminated = False
         """Whether the grammar allows nothing but EOS."""
@@ -66,35 +67,33 @@ class GrammarMatcher:
         """Whether the bitmask of the next token is computed."""
         return self._bitmask_position == len(self._sequence.output_token_ids)
 
-    def accept_tokens(self) -> LLMatcher | None:
-        """Accepts the new output tokens; returns None if the grammar does not allow them."""
+    def accept_tokens(self) -> bool:
+        """Accepts the new output tokens. Returns whether the grammar allows them."""
         output = list(self._sequence.output_token_ids)
         new = output[self._num_accepted :]
         self._num_accepted = len(output)
         # After the end of the grammar only EOS is allowed, and repeated with ignore_eos.
-        if new and not self._matcher.is_stopped():
-            self._matcher.consume_tokens(new)
-        return None if self._matcher.is_error() else self._matcher
+        if new and not self.matcher.is_stopped():
+            self.matcher.consume_tokens(new)
+        return not self.matcher.is_error()
 
     def set_bitmask(self, bitmask: TokenBitmask) -> None:
         self._bitmask = bitmask
         self._bitmask_position = self._num_accepted
-        self.is_terminated = self._matcher.is_stopped()
+        self.is_terminated = self.matcher.is_stopped()
 
     def bitmask(self) -> TokenBitmask:
-        """Returns the bitmask of the next token.
+        """Returns the bitmask of the next token, once `GrammarCompiler.fill_bitmasks` has computed it.
 
         Raises:
             InvalidRequestError: the grammar exceeds a limit. Some do so only at a later token.
             RequestFailedError: the output does not follow the grammar.
         """
-        if self._matcher.is_error():
-            reason = _first_line(self._matcher.get_error())
+        if self.matcher.is_error():
+            reason = _first_line(self.matcher.get_error())
             if any(message in reason for message in _LIMIT_MESSAGES):
                 raise InvalidRequestError(f"the grammar is too complex: {reason}", param=self._param)
             raise RequestFailedError(f"the output cannot follow the grammar: {reason}")
-        if self._bitmask is None or not self.has_bitmask:
-            raise RequestFailedError("there is no token bitmask for this request")
         return self._bitmask
 
 
@@ -102,18 +101,17 @@ class GrammarCompiler:
     """Compiles grammars and computes token bitmasks.
 
     Args:
-        tokenizer: the tokenizer, or a function that loads it at first use; None if there is none.
-        vocab_size: width of the logits.
+        tokenizer: loads the tokenizer at first use; None if there is none.
         eos_token_ids: the tokens that may follow a complete answer.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | Callable[[], Tokenizer] | None, vocab_size: int, eos_token_ids: frozenset[int]
+        self, tokenizer: Callable[[], Tokenizer] | None, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._ll_tokenizer: LLTokenizer | None = None
+        self.load_tokenizer = cache(self._load_tokenizer)
         self._compile_cached = lru_cache(_MAX_CACHED_GRAMMARS)(self._compile)
 
     def compile(self, structured_output: StructuredOutput) -> LLMatcher:
@@ -142,48 +140,41 @@ class GrammarCompiler:
         reason = matcher.get_error()
         raise _refusal(structured_output, "no text satisfies it" if "NoExtension" in reason else reason)
 
-    def load_tokenizer(self) -> LLTokenizer:
-        """Returns llguidance's form of the tokenizer; built once.
+    def _load_tokenizer(self) -> LLTokenizer:
+        """Returns llguidance's form of the tokenizer.
 
         Raises:
             InvalidRequestError: the model has no tokenizer that llguidance supports.
         """
-        if self._ll_tokenizer is None:
-            try:
-                tokenizer = self._tokenizer() if callable(self._tokenizer) else self._tokenizer
-                text = tokenizer.backend_json() if tokenizer is not None else None
-                if tokenizer is None or text is None:
-                    raise ModelLoadError("it has no fast tokenizer")
-                eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
-                width = max(self._vocab_size, tokenizer.vocab_size)
-                self._ll_tokenizer = LLTokenizer(text, n_vocab=width, eos_token=eos or None)
-            except (ModelLoadError, ValueError) as error:
-                reason = f"this model does not support structured output: {_first_line(str(error))}"
-                raise InvalidRequestError(reason, param="response_format") from error
-        return self._ll_tokenizer
+        try:
+            tokenizer = None if self._tokenizer is None else self._tokenizer()
+            text = None if tokenizer is None else tokenizer.backend_json()
+            if tokenizer is None or text is None:
+                raise ModelLoadError("it has no fast tokenizer")
+            eos = self._eos_token_ids or sorted(tokenizer.eos_token_ids)
+            width = max(self._vocab_size, tokenizer.vocab_size)
+            return LLTokenizer(text, n_vocab=width, eos_token=eos or None)
+        except (ModelLoadError, ValueError) as error:
+            reason = f"this model does not support structured output: {_first_line(str(error))}"
+            raise InvalidRequestError(reason, param="response_format") from error
 
     def fill_bitmasks(self, matchers: Iterable[GrammarMatcher]) -> None:
         """Computes the missing bitmasks of the next tokens, in parallel and without the GIL.
 
         A matcher that fails raises when its bitmask is read.
         """
-        pairs = [(one, one.accept_tokens()) for one in matchers if not one.has_bitmask]
-        live = [(one, ll_matcher) for one, ll_matcher in pairs if ll_matcher is not None]
+        live = [one for one in matchers if not one.has_bitmask and one.accept_tokens()]
         if not live:
             return
         bitmask = allocate_token_bitmask(len(live), self.load_tokenizer().vocab_size)
-        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, (_, matcher) in enumerate(live)], bitmask)
-        for (one, _), row in zip(live, bitmask, strict=True):
+        fill_next_token_bitmask_par(_executor(), [(one.matcher, row) for row, one in enumerate(live)], bitmask)
+        for one, row in zip(live, bitmask, strict=True):
             one.set_bitmask(row)
-
-    @cached_property
-    def _executor(self) -> LLExecutor:
-        return LLExecutor()
 
 
 def _param(structured_output: StructuredOutput) -> str:
     """Returns the request field to name in errors."""
-    return _PARAMS.get(structured_output.kind, "structured_outputs")
+    return "response_format" if structured_output.kind.startswith("json") else "structured_outputs"
 
 
 def _grammar(structured_output: StructuredOutput) -> str:

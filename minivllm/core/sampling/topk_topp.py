@@ -43,10 +43,9 @@ def filter_candidates(
     Returns:
         token ids and weights, (rows, most candidates of a row), sorted by logit; weight 0 where a token is not kept.
     """
-    width = logits.shape[1]
     largest = maxima.cpu().numpy()
     totals = _totals(logits, maxima, params, workspace)
-    rows = [_sort(ids, values) for ids, values in _candidates(logits, _lower_bounds(logits, largest, params))]
+    rows = [_sort(*found) for found in _candidates(logits, _lower_bounds(logits, largest, params))]
     for row, one in enumerate(params):
         if not math.isnan(totals[row]) and one.min_p == 0:
             share = one.top_p * totals[row]
@@ -59,35 +58,29 @@ def filter_candidates(
         token_ids[row, : len(ids)] = ids
         relative[row, : len(ids)] = values - largest[row]
     weights = np.exp(relative / np.array([[one.temperature] for one in params]))
-    top_k = np.array([[one.top_k if 0 < one.top_k < width else width] for one in params])
-    apply_top_k_top_p(weights, top_k, np.array([[one.top_p] for one in params]), totals[:, None])
-    apply_min_p(weights, np.array([[one.min_p] for one in params]))
+    _apply_filters(weights, params, totals[:, None])
     return token_ids, weights
 
 
-def apply_top_k_top_p(weights: Weights, top_k: IdArray, top_p: Weights, totals: Weights) -> None:
-    """Sets the weights that top_k, and then top_p, remove to 0, in place.
+def _apply_filters(weights: Weights, params: list[SamplingParams], totals: Weights) -> None:
+    """Sets the weights that top_k, then top_p, then min_p remove to 0, in place.
 
     Args:
         weights: (rows, candidates), sorted, relative to the largest.
-        top_k, top_p: (rows, 1); the vocabulary size and 1 switch them off.
         totals: (rows, 1) of which top_p is a share; NaN for the sum of what top_k keeps.
     """
+    top_k = np.array([[one.top_k if one.top_k > 0 else math.inf] for one in params])
+    top_p = np.array([[one.top_p] for one in params])
     weights[np.arange(weights.shape[1]) >= top_k] = 0
     totals = np.where(np.isnan(totals), weights.sum(axis=-1, keepdims=True), totals)
     preceding = np.cumsum(weights, axis=-1) - weights
     weights[(preceding >= top_p * totals) & (top_p < 1)] = 0
-
-
-def apply_min_p(weights: Weights, min_p: Weights) -> None:
-    """Sets weights below min_p, (rows, 1), to 0, in place. The largest weight of a row is 1."""
-    weights[weights < min_p] = 0
+    weights[weights < np.array([[one.min_p] for one in params])] = 0
 
 
 def topk_per_row(logits: torch.Tensor, counts: Items[int]) -> list[tuple[IdArray, FloatArray]]:
     """Returns (ids, logits) of the `counts[row]` likeliest tokens of each row, sorted."""
-    found = _candidates(logits, _topk_lower_bounds(logits, counts))
-    rows = [_sort(ids, values) for ids, values in found]
+    rows = [_sort(*found) for found in _candidates(logits, _topk_lower_bounds(logits, counts))]
     return [(ids[:count], values[:count]) for (ids, values), count in zip(rows, counts, strict=True)]
 
 
@@ -110,7 +103,7 @@ def _lower_bounds(logits: torch.Tensor, largest: FloatArray, params: list[Sampli
     bounds = _topk_lower_bounds(logits, counts)
     for row, one in enumerate(params):
         if counts[row] == 0:
-            # Slightly lower than min_p's bound because of rounding; `apply_min_p` is exact.
+            # Slightly lower than min_p's bound because of rounding; `_apply_filters` is exact.
             bounds[row] = largest[row] + one.temperature * math.log(one.min_p) * (1 + 1e-5) - 1e-4
     return bounds
 
@@ -140,11 +133,8 @@ def _candidates(logits: torch.Tensor, bounds: FloatArray) -> list[tuple[IdArray,
     """Returns (ids ascending, logits) of the tokens of each row that reach its bound."""
     if logits.device.type != "cpu":
         return _candidates_on_device(logits, bounds)
-    found = []
-    for row, bound in zip(logits.numpy(), bounds, strict=True):  # numpy's search per row is several times faster
-        ids = np.flatnonzero(row >= bound)
-        found.append((ids, row[ids]))
-    return found
+    rows = logits.numpy()  # numpy's search per row is several times faster
+    return [(ids := np.flatnonzero(row >= bound), row[ids]) for row, bound in zip(rows, bounds, strict=True)]
 
 
 def _candidates_on_device(logits: torch.Tensor, bounds: FloatArray) -> list[tuple[IdArray, FloatArray]]:

@@ -74,7 +74,8 @@ class BlockTable:
         return row
 
     def _resize(self, num_rows: int, num_columns: int) -> None:
-        before = self._tables
-        self._tables = np.full((num_rows, num_columns), self._padding, dtype=np.int32)
-        self._tables[: before.shape[0], : before.shape[1]] = before
-        self._free_rows += range(before.shape[0], num_rows)
+        rows, columns = self._tables.shape
+        self._tables = np.pad(
+            self._tables, ((0, num_rows - rows), (0, num_columns - columns)), constant_values=self._padding
+        )
+        self._free_rows += range(rows, num_rows)

@@ -29,7 +29,7 @@ def count_blocks(config: EngineConfig, model: LoadedModel, backbone: Backbone, s
     """Returns the usable blocks of the KV pool: `num_blocks`, or what the memory settings of `config` allow.
 
     Raises:
-        ModelLoadError: too little memory for one block.
+        ModelLoadError: the setting leaves too little memory for one block, or is more than the machine has.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -39,11 +39,7 @@ def count_blocks(config: EngineConfig, model: LoadedModel, backbone: Backbone, s
 
 
 def _blocks_in(num_bytes: int, spec: KVCacheSpec, setting: str) -> int:
-    """Returns the usable blocks of a pool of `num_bytes`, which include the padding block.
-
-    Raises:
-        ModelLoadError: not one block fits; names `setting`, the source of `num_bytes`.
-    """
+    """Returns the usable blocks of a pool of `num_bytes`, the padding block included. Raises as `count_blocks`."""
     num_blocks = num_bytes // spec.block_bytes - 1
     if num_blocks < 1:
         raise ModelLoadError(
@@ -54,11 +50,7 @@ def _blocks_in(num_bytes: int, spec: KVCacheSpec, setting: str) -> int:
 
 
 def blocks_on_cpu(spec: KVCacheSpec, num_bytes: int) -> int:
-    """Returns the blocks in `num_bytes`, the setting `cpu_kv_cache_bytes`.
-
-    Raises:
-        ModelLoadError: too few bytes for one block, or more than the machine has.
-    """
+    """Returns the blocks in `num_bytes`, the setting `cpu_kv_cache_bytes`. Raises as `count_blocks`."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > physical:
         raise ModelLoadError(f"cpu_kv_cache_bytes={num_bytes} is more than the memory of this machine, {physical}")
@@ -80,11 +72,8 @@ def blocks_on_cuda(config: EngineConfig, model: LoadedModel, backbone: Backbone,
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     left = int(total * config.gpu_memory_utilization) - peak - outside
-    logger.info(
-        "%s: %.2f GiB in all, %.2f GiB at the peak of a step, %.2f GiB outside of torch, %.2f GiB left for the KV pool",
-        device,
-        *(num_bytes / 2**30 for num_bytes in (total, peak, outside, max(left, 0))),
-    )
+    message = "%s: %.2f GiB in all, %.2f at the peak of a step, %.2f outside of torch, %.2f left for the KV pool"
+    logger.info(message, device, *(num_bytes / 2**30 for num_bytes in (total, peak, outside, max(left, 0))))
     return _blocks_in(left, model.kv_cache_spec(config.block_size), "gpu_memory_utilization")
 
 
@@ -103,10 +92,8 @@ def run_worst_steps(config: EngineConfig, model: LoadedModel, backbone: Backbone
     logits = dummy_step(backbone, kv_cache, [1] * num_decodes, [longest] * num_decodes)
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=0, logprobs=1)
     sequences = [Sequence(f"memory-{row}", [0], params) for row in range(num_decodes)]
-    try:
-        for sequence in sequences:
-            sampler.prepare(sequence)
-        sampler.sample(logits, sequences)
-    finally:
-        for sequence in sequences:
-            sampler.release(sequence)
+    for sequence in sequences:
+        sampler.prepare(sequence)
+    sampler.sample(logits, sequences)
+    for sequence in sequences:
+        sampler.release(sequence)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from minivllm.core.attention import choose_backend
@@ -17,12 +17,11 @@ from minivllm.core.attention.metadata import ModelInput, to_device
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import IntegrityError
 from minivllm.core.models.backbone import Backbone, TransformersBackbone, choose_backbone
-from minivllm.core.models.loader import LoadedModel, default_num_threads, load_model
+from minivllm.core.models.loader import LoadedModel, load_model
 from minivllm.core.native.memory import prefer_huge_pages
 from minivllm.core.native.prefault import Prefaulter
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.sampler import Sampler, token_logprobs
-from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import load_tokenizer
@@ -42,7 +41,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     Raises:
         ModelLoadError: the model cannot be loaded or served, or there is too little memory for the pool.
     """
-    torch.set_num_threads(config.num_threads or default_num_threads())
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     model = load_model(config)
     attention = choose_backend(config.attention_backend, model.layers, model.dtype, model.device)
     sampler = _build_sampler(config, model)
@@ -52,7 +51,8 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     prefer_huge_pages(kv_cache.tensor)
     check_against_transformers(model, unoptimized, config.block_size)
     backbone = choose_backbone(config, model, attention, kv_cache)
-    return ModelRunner(model, backbone, kv_cache, sampler, Prefaulter.start(kv_cache))
+    logger.info("backbone: %s", backbone.name)
+    return ModelRunner(model, backbone, kv_cache, sampler)
 
 
 def _build_sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
@@ -68,27 +68,20 @@ class ModelRunner:
     """A backbone, its KV pool and a sampler. Used by one thread; see `build_model_runner`.
 
     Attributes:
+        prepare, precompile: see `Sampler`.
+        prefaulter: touches the pages of the pool in the background, or None.
         num_blocks: usable blocks of the pool.
-        vocab_size: width of the logits.
         max_model_len: longest context of the model itself, in tokens.
-        eos_token_ids: tokens that end a text.
         generation_defaults: sampling fields of the model's generation_config.
         default_token_budget: `max_num_batched_tokens` that suits the device.
-        prefaulter: touches the pages of the pool in the background, or None.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        backbone: Backbone,
-        kv_cache: KVCachePool,
-        sampler: Sampler,
-        prefaulter: Prefaulter | None = None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, backbone: Backbone, kv_cache: KVCachePool, sampler: Sampler) -> None:
         self.backbone = backbone
         self.kv_cache = kv_cache
         self.sampler = sampler
-        self.prefaulter = prefaulter
+        self.prepare, self.precompile = sampler.prepare, sampler.precompile
+        self.prefaulter = Prefaulter.start(kv_cache)
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
@@ -96,18 +89,6 @@ class ModelRunner:
         self.generation_defaults = model.generation_defaults
         self.default_token_budget = memory_profiling.default_token_budget(kv_cache.device)
         self._block_table = BlockTable(kv_cache.block_size, kv_cache.padding_block_id)
-
-    def prepare(self, sequence: Sequence) -> None:
-        """Creates the sampler's state for a sequence.
-
-        Raises:
-            InvalidRequestError: its sampling parameters are not possible with this model; no state is kept.
-        """
-        self.sampler.prepare(sequence)
-
-    def precompile(self, sampling_params: SamplingParams) -> None:
-        """Does the slow part of `prepare` in advance, from any thread; raises the same errors."""
-        self.sampler.precompile(sampling_params)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the worker's state of a sequence."""
@@ -127,15 +108,17 @@ class ModelRunner:
         if step.slot_mapping is not None and step.slot_mapping != model_input.attention.slot_mapping.tolist():
             raise IntegrityError("the block tables of the runner differ from those of the block manager")
         hidden_states = self.backbone.hidden_states(model_input)
-        rows = model_input.last_rows[[scheduled.samples for scheduled in step.sequences]]
-        samples = iter(self._sample(hidden_states, rows, sampling))
+        samples: Iterator[SampleResult] = iter(())
+        if sampling:
+            rows = model_input.last_rows[[scheduled.samples for scheduled in step.sequences]]
+            are_all = len(rows) == len(hidden_states)
+            last = hidden_states if are_all else hidden_states[to_device(rows, self.kv_cache.device)]
+            samples = iter(self.sampler.sample(self.backbone.logits(last), sampling))
         results = [next(samples) if scheduled.samples else SampleResult() for scheduled in step.sequences]
         for index, scheduled in enumerate(step.sequences):
             if scheduled.sequence.sampling_params.prompt_logprobs is not None:
-                first_row = int(model_input.attention.query_start_loc_cpu[index])
-                logprobs = self._prompt_logprobs(hidden_states, first_row, scheduled)
-                if logprobs:
-                    results[index] = replace(results[index], prompt_logprobs=logprobs)
+                first_row = int(model_input.attention.query_start_loc[index])
+                results[index].prompt_logprobs = self._prompt_logprobs(hidden_states, first_row, scheduled) or None
         return results
 
     def _build_input(self, sequences: SequenceOf[ScheduledSequence]) -> ModelInput:
@@ -145,16 +128,6 @@ class ModelRunner:
         for sequence, start, end, *_ in sequences:
             token_ids += sequence.token_ids(start, end)
         return ModelInput.build(token_ids, starts, ends, self._block_table.tables(sequences), self.kv_cache)
-
-    def _sample(
-        self, hidden_states: torch.Tensor, rows: npt.NDArray[np.int64], sequences: list[Sequence]
-    ) -> list[SampleResult]:
-        """Samples one token per sequence, from the logits of its row of the hidden states."""
-        if not sequences:
-            return []
-        if len(rows) < len(hidden_states):
-            hidden_states = hidden_states[to_device(rows, self.kv_cache.device)]
-        return self.sampler.sample(self.backbone.logits(hidden_states), sequences)
 
     def _prompt_logprobs(
         self, hidden_states: torch.Tensor, first_row: int, scheduled: ScheduledSequence

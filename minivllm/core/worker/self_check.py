@@ -49,18 +49,10 @@ def check_against_transformers(model: LoadedModel, backbone: Backbone, block_siz
     theirs = torch.stack([_eager_logits(model, prompt) for prompt in prompts])
     difference = float((ours.float() - theirs).norm() / theirs.norm())
     if not difference <= _TOLERANCE[model.dtype]:
-        raise unsupported(
-            model.name,
-            model.model.config,
-            f"something that paged attention lacks (its logits differ by {difference:.1%})",
-        )
-    logger.info(
-        "%s: model type %s has no tests of its own; compared with transformers on %d tokens, the logits differ by %.1e",
-        model.name,
-        model.model_type,
-        sum(_PROMPT_LENS),
-        difference,
-    )
+        feature = f"something that paged attention lacks (its logits differ by {difference:.1%})"
+        raise unsupported(model.name, model.model.config, feature)
+    compared = f"compared with transformers on {sum(_PROMPT_LENS)} tokens, the logits differ by {difference:.1e}"
+    logger.info("%s: model type %s has no tests of its own; %s", model.name, model.model_type, compared)
 
 
 def _eager_logits(model: LoadedModel, token_ids: list[int]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from minivllm.core.sampling_params import SamplingParams
@@ -39,24 +40,17 @@ def warm_up(runner: ModelRunner, max_num_batched_tokens: int) -> None:
     ]
     for sequence in sequences:
         runner.prepare(sequence)
+    run = partial(dummy_step, runner.backbone, runner.kv_cache, max_seq_len=max(long_len, short_len) + _NUM_DECODES)
     steps = (
         ((long_len, short_len), (long_len, short_len)),
         ((1, 1), (long_len + 1, short_len + 1)),
         ((1,), (long_len + 2,)),
     )
     with ThreadPoolExecutor(1) as executor:
-        vocabulary = executor.submit(
-            runner.sampler.warm_up
-        )  # on the core that the Python code of the steps leaves idle
+        # On the core that the Python code of the steps leaves idle.
+        vocabulary = executor.submit(runner.sampler.warm_up)
         for query_lens, seq_lens in steps:
-            logits = dummy_step(
-                runner.backbone,
-                runner.kv_cache,
-                query_lens,
-                seq_lens,
-                max_seq_len=max(long_len, short_len) + _NUM_DECODES,
-            )
-            runner.sampler.sample(logits, sequences[: len(query_lens)])
+            runner.sampler.sample(run(query_lens, seq_lens), sequences[: len(query_lens)])
         vocabulary.result()
     for sequence in sequences:
         runner.release(sequence)

@@ -12,7 +12,7 @@ import torch
 from minivllm.core.attention import AttentionLayer, reference
 from minivllm.core.attention.base import AttentionBackend
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
-from minivllm.core.attention.metadata import ModelInput
+from minivllm.core.attention.metadata import AttentionMetadata, ModelInput
 from minivllm.core.attention.reference import ReferenceBackend, SdpaBackend
 from tests.engine.running import poison
 
@@ -48,7 +48,7 @@ class Step:
         layer = AttentionLayer(
             self.num_query_heads, self.num_kv_heads, self.head_size, self.scale, self.window, self.softcap
         )
-        backend = backend_class((layer,), self.dtype, CPU)
+        backend = backend_class((layer,))
         pool, tables = self._pool()
         self._write_earlier_tokens(pool, tables, key, value)
         ends = np.cumsum(self.contexts)
@@ -154,7 +154,8 @@ def test_result_is_independent_of_tile_and_group_sizes(window: int | None, monke
 
 
 def test_groups_stay_within_the_key_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = [reference.Tile(index, index, 1, context, 0) for index, context in enumerate([64] * 40 + [20, 3])]
+    contexts = enumerate([64] * 40 + [20, 3])
+    tiles = [reference.Tile(1, -(-context // 4), index, index, context, 0) for index, context in contexts]
     monkeypatch.setattr(reference, "MAX_GROUP_KEYS", 640)
     groups = list(reference.stack(tiles, block_size=4))
     assert [len(group) for group in groups] == [10, 10, 10, 10, 1, 1]
@@ -170,17 +171,20 @@ def test_model_input_packs_the_last_tokens_of_each_sequence() -> None:
     assert model_input.input_ids.tolist() == list(range(9))
     assert model_input.positions.tolist() == [token for span in spans for token in range(*span)]
     assert model_input.last_rows.tolist() == [0, 1, 4, 8]
-    assert metadata.query_start_loc.tolist() == metadata.query_start_loc_cpu.tolist() == [0, 1, 2, 5, 9]
-    assert metadata.seq_lens.tolist() == metadata.seq_lens_cpu.tolist() == [6, 7, 3, 20]
-    assert metadata.num_sequences == 4
+    assert metadata.query_start_loc.tolist() == [0, 1, 2, 5, 9]
+    assert metadata.seq_lens.tolist() == [6, 7, 3, 20]
     slots = [slot for index, span in enumerate(spans) for slot in step._slots(tables, index, *span)]
     assert metadata.slot_mapping.tolist() == slots
 
 
-def test_plans_are_made_once_per_step_and_key() -> None:
+def test_plans_are_made_once_per_step_and_argument() -> None:
     step = Step(contexts=[6], queries=[1])
     metadata = step._input(*step._pool()).attention
     made: list[str] = []
-    for key in ("a", "b", "a"):
-        metadata.plan(key, lambda key=key: made.append(key) or key)
+
+    def make(_: AttentionMetadata, argument: str) -> str:
+        made.append(argument)
+        return argument
+
+    assert [metadata.plan(make, argument) for argument in ("a", "b", "a")] == ["a", "b", "a"]
     assert made == ["a", "b"]

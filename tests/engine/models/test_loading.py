@@ -144,7 +144,7 @@ def test_sdpa_backend_is_rejected_for_a_model_with_softcap(tmp_path: Path) -> No
 def test_pool_is_one_tensor_with_one_extra_padding_block(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         pool = KVCachePool(SPEC, 10, CPU)
-    assert pool.num_bytes == 11 * SPEC.block_bytes == 11 * 3 * 2 * 2 * 4 * 8 * 2
+    assert pool.tensor.nbytes == 11 * SPEC.block_bytes == 11 * 3 * 2 * 2 * 4 * 8 * 2
     assert pool.key_cache[2].shape == pool.value_cache[2].shape == (11, 2, 4, 8)
     pool.value_cache[2][10].fill_(1)
     assert (pool.tensor[2, 1, 10] == 1).all()

@@ -62,7 +62,7 @@ class Bench:
         layer = AttentionLayer(
             case.group * case.num_kv_heads, case.num_kv_heads, case.head_size, 0.125, case.window, case.softcap
         )
-        self.backend = NativeBackend((layer,), case.dtype, CPU)
+        self.backend = NativeBackend((layer,))
         blocks = [round_up(context, case.block_size) for context in case.contexts]
         spec = KVCacheSpec(1, case.num_kv_heads, case.head_size, case.block_size, case.dtype)
         self.pool = KVCachePool(spec, sum(blocks) + 3, CPU)

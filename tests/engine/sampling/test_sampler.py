@@ -529,14 +529,14 @@ def test_row_with_invalid_logits_fails_alone(params: dict[str, Any], value: floa
 
 
 def test_exception_in_one_row_fails_only_that_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sampler_module.apply_logit_bias
+    real = sampler_module.update_logits
 
-    def fails_on_token_77(logits: torch.Tensor, entries: Any) -> None:
-        if any(77 in token_ids for _, token_ids, _ in entries):
+    def fails_on_token_77(logits: torch.Tensor, updates: Any) -> None:
+        if any(77 in token_ids for _, token_ids, *_ in updates):
             raise ZeroDivisionError
-        real(logits, entries)
+        real(logits, updates)
 
-    monkeypatch.setattr(sampler_module, "apply_logit_bias", fails_on_token_77)
+    monkeypatch.setattr(sampler_module, "update_logits", fails_on_token_77)
     rows = [sequence("a", logit_bias={5: 100.0}), sequence("b", logit_bias={77: 100.0}), sequence("c", seed=4)]
     logits = random_logits(3, 1000)
     results = sampler_for(*rows).sample(logits, rows)
