@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -78,8 +79,7 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
     )
     app.state.max_request_bytes = service.args.max_request_bytes
     app.router.route_class = ApiRoute
-    _add_generation_routes(app, service)
-    _add_token_routes(app, service)
+    _add_text_routes(app, service)
     _add_service_routes(app, service)
     _complete_openapi(app)
     # The middleware added last runs first.
@@ -110,34 +110,28 @@ def _errors(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
 
 
 def _route(
-    summary: str,
-    response: Any,
-    *statuses: int,
-    body: type[RequestBody] | None = None,
-    content: dict[str, Any] | None = None,
+    summary: str, response: Any, *statuses: int, body: type[RequestBody] | None = None, **success: Any
 ) -> dict[str, Any]:
-    """Returns the arguments that describe a route in openapi.json.
-
-    `response` models a 200, which `content` describes further; `statuses` are errors besides those of every route.
-    """
+    """Returns the arguments that describe a route in openapi.json: `response` models a 200, `statuses` are errors."""
     extra: dict[str, Any] = {"security": [{}, {"bearer": []}]}
     if body is not None:
-        statuses = (400, 404, 413, 415, *statuses)
-        reference = {"$ref": _SCHEMAS.format(model=body.__name__)}
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
-    success = {"description": "The response", "content": content or {}}
+        statuses += (400, 404, 413, 415)
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
     return {
         "summary": summary,
         "response_model": response,
-        "responses": {200: success, **_errors(*statuses)},
+        "responses": {200: {"description": "The response", **success}, **_errors(*statuses)},
         "openapi_extra": extra,
     }
 
 
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _SCHEMAS.format(model=model.__name__)}
+
+
 def _stream_of(chunk: type[responses.ResponseModel]) -> dict[str, Any]:
     """Describes the server-sent events that replace the JSON response when `stream` is true."""
-    reference = {"$ref": _SCHEMAS.format(model=chunk.__name__)}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": reference}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
     schema = {
         "type": "object",
         "description": f"server-sent events with a {chunk.__name__} each, then [DONE]; an error is an ErrorResponse",
@@ -151,16 +145,14 @@ def _complete_openapi(app: FastAPI) -> None:
     """Adds to openapi.json what FastAPI does not know: bodies, the chunks of streams and the optional API key."""
     chunks = (responses.CompletionChunk, responses.ChatCompletionChunk)
     bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-    _, models = models_json_schema(
-        [*((body, "validation") for body in bodies), *((chunk, "serialization") for chunk in chunks)],
-        ref_template=_SCHEMAS,
-    )
+    # FastAPI reads no body itself: see `_read`.
+    _, models = models_json_schema([(model, "validation") for model in bodies + chunks], ref_template=_SCHEMAS)
     components = app.openapi()["components"]  # FastAPI keeps the document
     components["schemas"].update(jsonable_encoder(models["$defs"], exclude_none=True))
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
 
-def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
+def _add_text_routes(app: FastAPI, service: GenerationService) -> None:
     text = _stream_of(responses.CompletionChunk)
     chat = _stream_of(responses.ChatCompletionChunk)
 
@@ -178,8 +170,6 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
     async def create_chat_completion(request: Request) -> Response:
         return GenerationResponse(await chat_completion(service, await _read(request, ChatCompletionRequest)))
 
-
-def _add_token_routes(app: FastAPI, service: GenerationService) -> None:
     @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, body=TokenizeRequest))
     async def create_tokens(request: Request) -> Response:
         return JSONResponse(await tokenize(service, await _read(request, TokenizeRequest)))
