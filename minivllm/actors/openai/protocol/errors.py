@@ -1,7 +1,7 @@
 """Maps every exception to an OpenAI error: `{"error": {"message", "type", "param", "code"}}` and an HTTP status.
 
-Messages of our typed errors are written for clients. Those of other exceptions may contain paths and internals, so they
-are only logged.
+Messages of our typed errors are written for clients, except that of EngineDeadError, which quotes the fault. Those of
+other exceptions may contain paths and internals, so they are only logged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT = 200
 MAX_MESSAGE = 4000
-
-ENGINE_DEAD = "the engine has failed or cannot be reached; it is being replaced, try again soon"
-"""Replaces the message of an EngineDeadError, which quotes the fault; the engine's log has it."""
 
 
 class ModelNotFoundError(InvalidRequestError):
@@ -98,34 +95,27 @@ def to_api_error(error: BaseException) -> ApiError:
         case UnsupportedMediaTypeError():
             return ApiError(415, error.message, "invalid_request_error", code="unsupported_media_type")
         case ServiceLoadingError():
-            headers = {"retry-after": "2"}
-            return ApiError(503, error.message, "service_unavailable", code="loading", headers=headers)
+            return ApiError(503, error.message, "service_unavailable", code="loading", headers={"retry-after": "2"})
         case EngineDeadError():
-            headers = {"retry-after": "5"}
-            return ApiError(503, ENGINE_DEAD, "service_unavailable", code="engine_unavailable", headers=headers)
+            message = "the engine has failed or cannot be reached; it is being replaced, try again soon"
+            return ApiError(
+                503, message, "service_unavailable", code="engine_unavailable", headers={"retry-after": "5"}
+            )
         case RequestFailedError():
             return ApiError(500, error.message, "server_error", code="request_failed")
-        case HTTPException():
-            return _http_error(error)
+        case HTTPException(status_code=status):  # of the router, for unknown paths and methods
+            code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+            return ApiError(status, str(error.detail), kind, code=code, headers=headers)
     logger.error("a request failed with an unexpected exception", exc_info=error)
     return ApiError(500, "internal server error", "server_error", code="internal_error")
 
 
-def _http_error(error: HTTPException) -> ApiError:
-    """The router raises these for unknown paths and methods."""
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-    return ApiError(error.status_code, str(error.detail), kind, code=code, headers=headers)
-
-
 # ---- validation errors of pydantic
 
-_HIDDEN = object()
 # pydantic's paths contain the branches of unions between the names of fields; clients never wrote these.
-_UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
-)
+_UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
 
 
 def wrong_field(param: str, reason: str, **details: Any) -> InvalidRequestError:
@@ -138,39 +128,36 @@ def invalid_request(details: Sequence[Any], renamed: Mapping[str, str] | None = 
 
     `renamed` maps fields of the validated model to fields of the API.
     """
-    merged: dict[str, tuple[list[str], Any]] = {}
+    merged: dict[str, tuple[list[str], str]] = {}
     for detail in details:
-        path, reason, value = _path_and_reason(detail, renamed or {})
-        reasons, _ = merged.setdefault(path, ([], value))
+        path, reason, shows_input = _path_and_reason(detail, renamed or {})
+        if path not in merged:
+            is_shown = shows_input and len(merged) < MAX_LISTED_ERRORS
+            merged[path] = [], f" (got {shorten(detail['input'])})" if is_shown else ""
+        reasons, _ = merged[path]
         if reason not in reasons and len(reasons) < MAX_LISTED_ERRORS:
             reasons.append(reason)
     listed = list(merged.items())[:MAX_LISTED_ERRORS]
-    lines = [_line(path, reasons, value) for path, (reasons, value) in listed]
+    lines = [(f"{path}: " if path else "") + ", or ".join(reasons) + shown for path, (reasons, shown) in listed]
     if len(merged) > len(listed):
         lines.append(f"and {len(merged) - len(listed)} more")
     return InvalidRequestError("; ".join(lines), param=listed[0][0] or None)
 
 
-def _line(path: str, reasons: Sequence[str], value: Any) -> str:
-    shown = "" if value is _HIDDEN else f" (got {shorten(value)})"
-    return (f"{path}: " if path else "") + ", or ".join(reasons) + shown
-
-
-def _path_and_reason(detail: Any, renamed: Mapping[str, str]) -> tuple[str, str, Any]:
+def _path_and_reason(detail: Any, renamed: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Returns the field and the reason of one error detail, and whether its input belongs in the message."""
     path = field_path(part for part in detail["loc"] if isinstance(part, int) or not _is_branch(part))
-    if detail["type"] in ("model_type", "model_attributes_type"):
+    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if detail["type"] == "model_type":
         reason = "should be an object"
-    else:
-        reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    shows_input = bool(path) and detail["type"] != "missing"
     if not path:
         # Messages of checks across fields begin with the name of the field.
         name, colon, rest = reason.partition(": ")
         if colon and name.isidentifier():
-            return renamed.get(name, name), rest, _HIDDEN
-        return "", reason, _HIDDEN
+            path, reason = name, rest
     top, dot, rest = path.partition(".")
-    value = _HIDDEN if detail["type"] == "missing" else detail["input"]
-    return renamed.get(top, top) + dot + rest, reason, value
+    return renamed.get(top, top) + dot + rest, reason, shows_input
 
 
 def _is_branch(part: str) -> bool:
