@@ -24,13 +24,7 @@ import minivllm
 from minivllm.actors.metrics.prometheus import CONTENT_TYPE, render_prometheus
 from minivllm.actors.openai.http.middleware import ApiKeyMiddleware, RequestIdMiddleware
 from minivllm.actors.openai.protocol import responses
-from minivllm.actors.openai.protocol.errors import (
-    RequestTooLargeError,
-    UnsupportedMediaTypeError,
-    error_response,
-    shorten,
-    to_api_error,
-)
+from minivllm.actors.openai.protocol.errors import error_response, shorten, to_api_error
 from minivllm.actors.openai.protocol.requests import (
     Body,
     ChatCompletionRequest,
@@ -77,8 +71,8 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
         responses=_errors(401, 500, 503, "default"),
         exception_handlers={HTTPException: _on_error, Exception: _on_error},
     )
-    app.state.max_request_bytes = service.args.max_request_bytes
     app.router.route_class = ApiRoute
+    app.state.max_request_bytes = service.args.max_request_bytes
     _add_text_routes(app, service)
     _add_service_routes(app, service)
     _complete_openapi(app)
@@ -96,10 +90,6 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
     if echo_request_id:
         app.add_middleware(RequestIdMiddleware)
     return app
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
 
 
 # ---- routes
@@ -217,8 +207,12 @@ def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
 # ---- bodies and errors
 
 
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
 class ApiRoute(APIRoute):
-    """A route that answers every exception with an OpenAI error."""
+    """A route whose error responses pass through the middleware too, which those of `Exception` handlers do not."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -235,16 +229,15 @@ class ApiRoute(APIRoute):
 async def _read(request: Request, kind: type[Body]) -> Body:
     """Reads and checks a body. FastAPI's own parser has no size limit, and hides errors in a bare 400.
 
-    Raises RequestTooLargeError, UnsupportedMediaTypeError or InvalidRequestError.
+    Raises HTTPException for a too large body or another media type, and InvalidRequestError.
     """
     body = await _read_bytes(request, request.app.state.max_request_bytes)
     content_type = request.headers.get("content-type", "")
     # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
     media_type = content_type.partition(";")[0].strip().lower()
     if not media_type.startswith("application/") or not media_type.endswith(("/json", "+json")):
-        raise UnsupportedMediaTypeError(
-            f"the body must be JSON, declared by 'Content-Type: application/json', not {shorten(content_type)}"
-        )
+        reason = f"declared by 'Content-Type: application/json', not {shorten(content_type)}"
+        raise HTTPException(415, f"the body must be JSON, {reason}")
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -275,7 +268,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytearray:
         raise InvalidRequestError("the client disconnected while it was sending its request") from None
     except TimeoutError:
         pass
-    raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
+    raise HTTPException(413, f"the request is larger than the limit of {max_bytes} bytes")
 
 
 # ---- responses of generations

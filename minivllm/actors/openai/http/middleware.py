@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.actors.openai.protocol.errors import UnauthorizedError, error_response
+from minivllm.actors.openai.protocol.errors import error_response
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -29,7 +30,8 @@ class ApiKeyMiddleware:
         if scope["type"] == "lifespan" or _path(scope) in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
         else:
-            error = UnauthorizedError("an API key is needed: send the header 'Authorization: Bearer KEY'")
+            message = "an API key is needed: send the header 'Authorization: Bearer KEY'"
+            error = HTTPException(401, message, {"www-authenticate": "Bearer"})
             await error_response(error)(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:

@@ -31,21 +31,18 @@ MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT = 200
 MAX_MESSAGE = 4000
 
+# Types and codes of the errors that concern HTTP alone.
+_HTTP_ERRORS = {
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+}
+
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model other than the served one."""
-
-
-class UnauthorizedError(MinivllmError):
-    """The request has no valid API key."""
-
-
-class RequestTooLargeError(MinivllmError):
-    """The body is larger than `max_request_bytes`."""
-
-
-class UnsupportedMediaTypeError(MinivllmError):
-    """The content type of the body is not JSON."""
 
 
 class ServiceLoadingError(MinivllmError):
@@ -87,13 +84,6 @@ def to_api_error(error: BaseException) -> ApiError:
         case EngineOverloadedError():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
             return ApiError(429, error.message, "rate_limit_error", code="engine_overloaded", headers=headers)
-        case UnauthorizedError():
-            headers = {"www-authenticate": "Bearer"}
-            return ApiError(401, error.message, "authentication_error", code="invalid_api_key", headers=headers)
-        case RequestTooLargeError():
-            return ApiError(413, error.message, "invalid_request_error", code="request_too_large")
-        case UnsupportedMediaTypeError():
-            return ApiError(415, error.message, "invalid_request_error", code="unsupported_media_type")
         case ServiceLoadingError():
             return ApiError(503, error.message, "service_unavailable", code="loading", headers={"retry-after": "2"})
         case EngineDeadError():
@@ -103,9 +93,9 @@ def to_api_error(error: BaseException) -> ApiError:
             )
         case RequestFailedError():
             return ApiError(500, error.message, "server_error", code="request_failed")
-        case HTTPException(status_code=status):  # of the router, for unknown paths and methods
-            code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+        case HTTPException(status_code=status):
             kind = "server_error" if status >= 500 else "invalid_request_error"
+            kind, code = _HTTP_ERRORS.get(status, (kind, None))
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}
             return ApiError(status, str(error.detail), kind, code=code, headers=headers)
     logger.error("a request failed with an unexpected exception", exc_info=error)
