@@ -118,13 +118,9 @@ class StructuredOutputs(StrictModel):
         return self
 
     def grammars(self) -> list[StructuredOutput]:
-        given = (
-            _grammar("json_schema", self.json_),
-            _grammar("regex", self.regex),
-            _grammar("choice", self.choice),
-            _grammar("grammar", self.grammar),
-            StructuredOutput(kind="json_object") if self.json_object else None,
-        )
+        values = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [_grammar(kind, value) for kind, value in values.items()]
+        given.append(_grammar("json_object", "" if self.json_object else None))
         return [grammar for grammar in given if grammar is not None]
 
 
