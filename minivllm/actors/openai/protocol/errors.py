@@ -31,14 +31,15 @@ MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT = 200
 MAX_MESSAGE = 4000
 
-# Types and codes of the errors that concern HTTP alone.
-_HTTP_ERRORS = {
-    401: ("authentication_error", "invalid_api_key"),
-    404: ("invalid_request_error", "not_found"),
-    405: ("invalid_request_error", "method_not_allowed"),
-    413: ("invalid_request_error", "request_too_large"),
-    415: ("invalid_request_error", "unsupported_media_type"),
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
+_HTTP_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
 }
+"""Codes of the errors that concern HTTP alone, by status."""
 
 
 class ModelNotFoundError(InvalidRequestError):
@@ -55,15 +56,15 @@ class ApiError:
 
     status: int
     message: str
-    type: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON object; it contains `param` and `code` even when they are null."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = cut(self.message, MAX_MESSAGE)
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def error_response(error: BaseException) -> Response:
@@ -76,30 +77,25 @@ def to_api_error(error: BaseException) -> ApiError:
     """Returns what a client sees of `error`. Logs an unexpected one with its traceback."""
     match error:
         case ModelNotFoundError():
-            return ApiError(404, error.message, "invalid_request_error", error.param, "model_not_found")
+            return ApiError(404, error.message, error.param, "model_not_found")
         case InvalidRequestError():
             default = "context_length_exceeded" if isinstance(error, NeverFitsError) else None
-            code = getattr(error, "code", default)
-            return ApiError(400, error.message, "invalid_request_error", error.param, code)
+            return ApiError(400, error.message, error.param, getattr(error, "code", default))
         case EngineOverloadedError():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-            return ApiError(429, error.message, "rate_limit_error", code="engine_overloaded", headers=headers)
+            return ApiError(429, error.message, code="engine_overloaded", headers=headers)
         case ServiceLoadingError():
-            return ApiError(503, error.message, "service_unavailable", code="loading", headers={"retry-after": "2"})
+            return ApiError(503, error.message, code="loading", headers={"retry-after": "2"})
         case EngineDeadError():
             message = "the engine has failed or cannot be reached; it is being replaced, try again soon"
-            return ApiError(
-                503, message, "service_unavailable", code="engine_unavailable", headers={"retry-after": "5"}
-            )
+            return ApiError(503, message, code="engine_unavailable", headers={"retry-after": "5"})
         case RequestFailedError():
-            return ApiError(500, error.message, "server_error", code="request_failed")
+            return ApiError(500, error.message, code="request_failed")
         case HTTPException(status_code=status):
-            kind = "server_error" if status >= 500 else "invalid_request_error"
-            kind, code = _HTTP_ERRORS.get(status, (kind, None))
             headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-            return ApiError(status, str(error.detail), kind, code=code, headers=headers)
+            return ApiError(status, str(error.detail), code=_HTTP_CODES.get(status), headers=headers)
     logger.error("a request failed with an unexpected exception", exc_info=error)
-    return ApiError(500, "internal server error", "server_error", code="internal_error")
+    return ApiError(500, "internal server error", code="internal_error")
 
 
 # ---- validation errors of pydantic
