@@ -259,15 +259,14 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytearray:
                 return body
         # Clients read the response only after they have sent all of a too large body.
         size = 0
-        async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            async for part in parts:
-                size += len(part)
-                if size > DRAIN_BYTES:
-                    break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                async for part in parts:
+                    size += len(part)
+                    if size > DRAIN_BYTES:
+                        break
     except ClientDisconnect:
         raise InvalidRequestError("the client disconnected while it was sending its request") from None
-    except TimeoutError:
-        pass
     raise HTTPException(413, f"the request is larger than the limit of {max_bytes} bytes")
 
 
