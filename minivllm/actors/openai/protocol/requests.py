@@ -234,7 +234,8 @@ class GenerationBody(RequestBody):
 
         Raises InvalidRequestError naming the field of this API: `renamed` maps fields of SamplingParams to it.
         """
-        values = {**defaults, **self.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        values = {**defaults, **given}
         for key in self.logit_bias or ():
             if not re.fullmatch(_TOKEN_ID, key):
                 raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
