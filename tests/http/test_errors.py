@@ -10,9 +10,7 @@ from starlette.exceptions import HTTPException
 from minivllm.actors.openai.protocol.errors import (
     MAX_SHOWN_INPUT,
     ModelNotFoundError,
-    RequestTooLargeError,
     ServiceLoadingError,
-    UnauthorizedError,
     field_path,
     shorten,
     to_api_error,
@@ -30,8 +28,8 @@ STATUSES: list[tuple[BaseException, int]] = [
     (InvalidRequestError("x", param="n"), 400),
     (NeverFitsError("x", param="prompt"), 400),
     (ModelNotFoundError("x"), 404),
-    (UnauthorizedError("x"), 401),
-    (RequestTooLargeError("x"), 413),
+    (HTTPException(401, "x"), 401),
+    (HTTPException(413, "x"), 413),
     (EngineOverloadedError("x", retry_after_s=2.1), 429),
     (ServiceLoadingError("x"), 503),
     (EngineDeadError("x"), 503),
@@ -41,7 +39,9 @@ STATUSES: list[tuple[BaseException, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "status"), STATUSES, ids=[type(error).__name__ for error, _ in STATUSES])
+@pytest.mark.parametrize(
+    ("error", "status"), STATUSES, ids=[f"{type(error).__name__}-{status}" for error, status in STATUSES]
+)
 def test_every_error_maps_to_its_status_and_an_openai_body(error: BaseException, status: int) -> None:
     answer = to_api_error(error)
     assert answer.status == status

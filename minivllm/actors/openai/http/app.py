@@ -6,12 +6,13 @@ import asyncio
 import codecs
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.encoders import jsonable_encoder
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -28,19 +29,15 @@ from minivllm.actors.openai.http.middleware import (
     RequestIdMiddleware,
 )
 from minivllm.actors.openai.protocol import responses
-from minivllm.actors.openai.protocol.errors import (
-    RequestTooLargeError,
-    UnsupportedMediaTypeError,
-    error_response,
-    invalid_request,
-    shorten,
-    to_api_error,
-)
+from minivllm.actors.openai.protocol.errors import error_response, shorten, to_api_error
 from minivllm.actors.openai.protocol.requests import (
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    RequestBody,
     TokenizeRequest,
+    parse,
 )
 from minivllm.actors.openai.protocol.sse import DONE, event
 from minivllm.actors.openai.serving.chat import chat_completion
@@ -50,10 +47,12 @@ from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.openai.serving.tokenize import detokenize, tokenize, tokenizer_info
 from minivllm.core.errors import InvalidRequestError
 
+INLINE_BYTES = 32 * 1024
+"""A body up to this size is parsed in less time than a thread switch costs."""
 DRAIN_TIMEOUT_S = 10.0
 DRAIN_BYTES = 256 * 1024**2
 
-_ERRORS = {
+_ERRORS: dict[int | str, str] = {
     400: "The request is wrong; `param` names the field",
     401: "No valid API key, where the server asks for one",
     404: "No such model",
@@ -62,32 +61,26 @@ _ERRORS = {
     429: "Too many requests wait; `Retry-After` says when to ask again",
     500: "The server failed at this request",
     503: "The model is loading, or the engine has failed",
+    # FastAPI adds its own 422, which this API never sends, unless a default is described.
+    "default": "Any other error",
 }
-_CHUNKS = (responses.CompletionChunk, responses.ChatCompletionChunk)
 _SCHEMAS = "#/components/schemas/{model}"
 
 
 def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -> FastAPI:
-    """Builds the HTTP API of a service.
-
-    Args:
-        echo_request_id: False under Serve, whose proxy does it.
-    """
+    """Builds the HTTP API of a service. `echo_request_id` is False under Serve, whose proxy does it."""
     app = FastAPI(
         title="minivllm",
         version=minivllm.__version__,
         description="OpenAI-compatible API of minivllm.",
         redoc_url=None,
         redirect_slashes=False,
-        strict_content_type=False,  # _JsonRequest checks it
+        responses=_errors(401, 500, 503, "default"),
+        exception_handlers={HTTPException: _on_error, Exception: _on_error},
     )
-    app.state.max_request_bytes = service.args.max_request_bytes
     app.router.route_class = ApiRoute
-    app.add_exception_handler(HTTPException, _on_error)
-    app.add_exception_handler(Exception, _on_error)
-    _add_generation_routes(app, service)
-    _add_token_routes(app, service)
-    _add_model_routes(app, service)
+    app.state.max_request_bytes = service.args.max_request_bytes
+    _add_text_routes(app, service)
     _add_service_routes(app, service)
     _complete_openapi(app)
     # The middleware added last runs first.
@@ -107,33 +100,36 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
     return app
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
-
-
 # ---- routes
 
 
-def _route(summary: str, response: Any, *statuses: int, **success: Any) -> dict[str, Any]:
+def _errors(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": responses.ErrorResponse, "description": _ERRORS[status]} for status in statuses}
+
+
+def _route(
+    summary: str, response: Any, *statuses: int, body: type[RequestBody] | None = None, **success: Any
+) -> dict[str, Any]:
     """Returns the arguments that describe a route in openapi.json: `response` models a 200, `statuses` are errors."""
-    errors = {
-        status: {"model": responses.ErrorResponse, "description": _ERRORS[status]}
-        for status in sorted({401, 500, 503, *statuses})
-    }
-    # FastAPI adds its own 422, which this API never sends, unless a default is described.
-    default = {"model": responses.ErrorResponse, "description": "Any other error"}
+    extra: dict[str, Any] = {"security": [{}, {"bearer": []}]}
+    if body is not None:
+        statuses += (400, 404, 413, 415)
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
     return {
         "summary": summary,
         "response_model": response,
-        "responses": {200: {"description": "The response", **success}, **errors, "default": default},
-        "openapi_extra": {"security": [{}, {"bearer": []}]},
+        "responses": {200: {"description": "The response", **success}, **_errors(*statuses)},
+        "openapi_extra": extra,
     }
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _SCHEMAS.format(model=model.__name__)}
 
 
 def _stream_of(chunk: type[responses.ResponseModel]) -> dict[str, Any]:
     """Describes the server-sent events that replace the JSON response when `stream` is true."""
-    reference = {"$ref": _SCHEMAS.format(model=chunk.__name__)}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": reference}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(chunk)}
     schema = {
         "type": "object",
         "description": f"server-sent events with a {chunk.__name__} each, then [DONE]; an error is an ErrorResponse",
@@ -144,64 +140,51 @@ def _stream_of(chunk: type[responses.ResponseModel]) -> dict[str, Any]:
 
 
 def _complete_openapi(app: FastAPI) -> None:
-    """Adds to openapi.json what FastAPI does not know: the chunks of streams and the optional API key."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        _, chunks = models_json_schema([(chunk, "serialization") for chunk in _CHUNKS], ref_template=_SCHEMAS)
-        document["components"]["schemas"].update(chunks["$defs"])
-        document["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    """Adds to openapi.json what FastAPI does not know: bodies, the chunks of streams and the optional API key."""
+    chunks = (responses.CompletionChunk, responses.ChatCompletionChunk)
+    bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+    # FastAPI reads no body itself: see `_read`.
+    _, models = models_json_schema([(model, "validation") for model in bodies + chunks], ref_template=_SCHEMAS)
+    components = app.openapi()["components"]  # FastAPI keeps the document
+    components["schemas"].update(jsonable_encoder(models["$defs"], exclude_none=True))
+    components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
 
-_BODY_ERRORS = (400, 404, 413, 415)
-
-
-def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
+def _add_text_routes(app: FastAPI, service: GenerationService) -> None:
     text = _stream_of(responses.CompletionChunk)
     chat = _stream_of(responses.ChatCompletionChunk)
 
     @app.post(
         "/v1/completions",
-        **_route("Complete a text", responses.CompletionResponse, *_BODY_ERRORS, 429, content=text),
+        **_route("Complete a text", responses.CompletionResponse, 429, body=CompletionRequest, content=text),
     )
-    async def create_completion(body: CompletionRequest) -> Response:
-        return GenerationResponse(await completion(service, body))
+    async def create_completion(request: Request) -> Response:
+        return GenerationResponse(await completion(service, await _read(request, CompletionRequest)))
 
     @app.post(
         "/v1/chat/completions",
-        **_route("Answer in a chat", responses.ChatCompletionResponse, *_BODY_ERRORS, 429, content=chat),
+        **_route("Answer in a chat", responses.ChatCompletionResponse, 429, body=ChatCompletionRequest, content=chat),
     )
-    async def create_chat_completion(body: ChatCompletionRequest) -> Response:
-        return GenerationResponse(await chat_completion(service, body))
+    async def create_chat_completion(request: Request) -> Response:
+        return GenerationResponse(await chat_completion(service, await _read(request, ChatCompletionRequest)))
 
+    @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, body=TokenizeRequest))
+    async def create_tokens(request: Request) -> Response:
+        return JSONResponse(await tokenize(service, await _read(request, TokenizeRequest)))
 
-def _add_token_routes(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, *_BODY_ERRORS))
-    async def create_tokens(body: TokenizeRequest) -> Response:
-        return JSONResponse(await tokenize(service, body))
-
-    @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, *_BODY_ERRORS))
-    async def create_text(body: DetokenizeRequest) -> Response:
-        return JSONResponse(await detokenize(service, body))
+    @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, body=DetokenizeRequest))
+    async def create_text(request: Request) -> Response:
+        return JSONResponse(await detokenize(service, await _read(request, DetokenizeRequest)))
 
     @app.get("/tokenizer_info", **_route("Special tokens and chat template", responses.TokenizerInfoResponse))
     async def describe_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(service))
 
 
-def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
+def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
     def card() -> dict[str, Any]:
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.started_at,
-            "owned_by": "minivllm",
-            "max_model_len": service.info.max_model_len,
-        }
+        model = {"id": service.model_name, "object": "model", "created": service.started_at}
+        return {**model, "owned_by": "minivllm", "max_model_len": service.info.max_model_len}
 
     @app.get("/v1/models", **_route("The served model", responses.ModelList))
     async def list_models() -> Response:
@@ -212,8 +195,6 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
         service.check_model(model)
         return JSONResponse(card())
 
-
-def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
     @app.get("/health", **_route("200 while the engine works", responses.HealthResponse))
     async def health() -> Response:
         await service.healthy_snapshot()
@@ -224,12 +205,9 @@ def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
         return JSONResponse({"version": minivllm.__version__})
 
     text = {"text/plain": {"schema": {"type": "string"}}}
+    description = _route("Figures of the engine in Prometheus' text format", None, content=text)
 
-    @app.get(
-        "/metrics",
-        response_class=Response,
-        **_route("Figures of the engine in Prometheus' text format", None, content=text),
-    )
+    @app.get("/metrics", response_class=Response, **description)
     async def metrics() -> Response:
         return PlainTextResponse(render_prometheus(await service.last_snapshot()), media_type=CONTENT_TYPE)
 
@@ -237,61 +215,54 @@ def _add_service_routes(app: FastAPI, service: GenerationService) -> None:
 # ---- bodies and errors
 
 
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
 class ApiRoute(APIRoute):
-    """A route that reads JSON within `max_request_bytes`, and answers every exception with an OpenAI error."""
+    """A route whose error responses pass through the middleware too, which those of `Exception` handlers do not."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        has_body = self.body_field is not None
 
         async def handle_with_errors(request: Request) -> Response:
             try:
-                return await handle(await _JsonRequest.read(request) if has_body else request)
-            except RequestValidationError as error:
-                details = [{**detail, "loc": detail["loc"][1:]} for detail in error.errors()]  # without "body"
-                return error_response(invalid_request(details))
+                return await handle(request)
             except Exception as error:
                 return error_response(error)
 
         return handle_with_errors
 
 
-class _JsonRequest(Request):
-    """A request whose body is read and parsed. FastAPI's own parser has no limit, and hides errors in a bare 400."""
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """Reads and checks a body. FastAPI's own parser has no size limit, and hides errors in a bare 400.
 
-    content: object
-
-    @classmethod
-    async def read(cls, request: Request) -> _JsonRequest:
-        """Raises RequestTooLargeError, UnsupportedMediaTypeError or InvalidRequestError."""
-        body = await _read_body(request, request.app.state.max_request_bytes)
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise UnsupportedMediaTypeError(f"Content-Encoding: {shorten(encoding)} is not supported; send plain JSON")
-        content_type = request.headers.get("content-type", "")
-        # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
-        media_type = content_type.partition(";")[0].strip().lower()
-        if not media_type.startswith("application/") or not media_type.endswith(("/json", "+json")):
-            raise UnsupportedMediaTypeError(
-                f"the body must be JSON, declared by 'Content-Type: application/json', not {shorten(content_type)}"
-            )
-        read = cls({**request.scope, "headers": ()}, request.receive)
-        try:
-            read.content = from_json(body.removeprefix(codecs.BOM_UTF8))
-        except ValueError as error:
-            raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-        if not isinstance(read.content, dict):
-            raise InvalidRequestError("the body must be a JSON object")
-        return read
-
-    async def body(self) -> bytes:
-        return b"{}"  # not empty: FastAPI then calls `json`
-
-    async def json(self) -> Any:
-        return self.content
+    Raises HTTPException for a too large body or another media type, and InvalidRequestError.
+    """
+    body = await _read_bytes(request, request.app.state.max_request_bytes)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HTTPException(415, f"Content-Encoding: {shorten(encoding)} is not supported; send plain JSON")
+    content_type = request.headers.get("content-type", "")
+    # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
+    media_type = content_type.partition(";")[0].strip().lower()
+    if not media_type.startswith("application/") or not media_type.endswith(("/json", "+json")):
+        reason = f"declared by 'Content-Type: application/json', not {shorten(content_type)}"
+        raise HTTPException(415, f"the body must be JSON, {reason}")
+    if len(body) > INLINE_BYTES:
+        return await asyncio.to_thread(_parse, kind, body)  # other requests do not wait for a large body
+    return _parse(kind, body)
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytearray:
+def _parse(kind: type[Body], body: bytearray) -> Body:
+    try:
+        fields = from_json(body.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    return parse(kind, fields)
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
     body = bytearray()
     parts = request.stream()
@@ -303,21 +274,17 @@ async def _read_body(request: Request, max_bytes: int) -> bytearray:
                     break
             else:
                 return body
-        await _drain(parts)
+        # Clients read the response only after they have sent all of a too large body.
+        size = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                async for part in parts:
+                    size += len(part)
+                    if size > DRAIN_BYTES:
+                        break
     except ClientDisconnect:
         raise InvalidRequestError("the client disconnected while it was sending its request") from None
-    raise RequestTooLargeError(f"the request is larger than the limit of {max_bytes} bytes")
-
-
-async def _drain(parts: AsyncGenerator[bytes, None]) -> None:
-    """Drops the rest of a too large body: clients read the response only after they have sent all of it."""
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            async for part in parts:
-                size += len(part)
-                if size > DRAIN_BYTES:
-                    return
+    raise HTTPException(413, f"the request is larger than the limit of {max_bytes} bytes")
 
 
 # ---- responses of generations
@@ -337,9 +304,7 @@ class GenerationResponse(Response):
     """
 
     def __init__(self, generation: Generation) -> None:
-        self.status_code = 200
-        self.background = None
-        self.raw_headers = []
+        super().__init__()
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -375,19 +340,18 @@ class GenerationResponse(Response):
 async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Awaits `work`, or cancels it when the client disconnects. Serve also cancels the call; other servers do not."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and watcher.exception() is not None:
-            await asyncio.wait((task,))  # without a watcher the work goes on
+        await asyncio.wait((task,))  # also when `receive` fails
     finally:
         watcher.cancel()
         task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
     if not task.cancelled():
         task.result()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

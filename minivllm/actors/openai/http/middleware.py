@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.actors.openai.protocol.errors import UnauthorizedError, error_response
+from minivllm.actors.openai.protocol.errors import error_response
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -23,27 +24,22 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or _path(scope) in OPEN_PATHS or self._is_known(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            error = UnauthorizedError("an API key is needed: send the header 'Authorization: Bearer KEY'")
-            await error_response(error)(scope, receive, send)
         else:
-            await send({"type": "websocket.close", "code": 1008})
+            message = "an API key is needed: send the header 'Authorization: Bearer KEY'"
+            error = HTTPException(401, message, {"www-authenticate": "Bearer"})
+            await error_response(error)(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         token = token.strip(" ")
-        digest = _digest(token.encode("latin-1"))
+        digest = hashlib.sha256(token.encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and bool(token) and any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _path(scope: Scope) -> str:

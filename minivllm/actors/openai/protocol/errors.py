@@ -1,7 +1,7 @@
 """Maps every exception to an OpenAI error: `{"error": {"message", "type", "param", "code"}}` and an HTTP status.
 
-Messages of our typed errors are written for clients. Those of other exceptions may contain paths and internals, so they
-are only logged.
+Messages of our typed errors are written for clients, except that of EngineDeadError, which quotes the fault. Those of
+other exceptions may contain paths and internals, so they are only logged.
 """
 
 from __future__ import annotations
@@ -31,24 +31,19 @@ MAX_LISTED_ERRORS = 10
 MAX_SHOWN_INPUT = 200
 MAX_MESSAGE = 4000
 
-ENGINE_DEAD = "the engine has failed or cannot be reached; it is being replaced, try again soon"
-"""Replaces the message of an EngineDeadError, which quotes the fault; the engine's log has it."""
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
+_HTTP_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
+"""Codes of the errors that concern HTTP alone, by status."""
 
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model other than the served one."""
-
-
-class UnauthorizedError(MinivllmError):
-    """The request has no valid API key."""
-
-
-class RequestTooLargeError(MinivllmError):
-    """The body is larger than `max_request_bytes`."""
-
-
-class UnsupportedMediaTypeError(MinivllmError):
-    """The content type of the body is not JSON."""
 
 
 class ServiceLoadingError(MinivllmError):
@@ -61,15 +56,15 @@ class ApiError:
 
     status: int
     message: str
-    type: str
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         """Returns the JSON object; it contains `param` and `code` even when they are null."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = cut(self.message, MAX_MESSAGE)
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def error_response(error: BaseException) -> Response:
@@ -82,50 +77,31 @@ def to_api_error(error: BaseException) -> ApiError:
     """Returns what a client sees of `error`. Logs an unexpected one with its traceback."""
     match error:
         case ModelNotFoundError():
-            return ApiError(404, error.message, "invalid_request_error", error.param, "model_not_found")
+            return ApiError(404, error.message, error.param, "model_not_found")
         case InvalidRequestError():
             default = "context_length_exceeded" if isinstance(error, NeverFitsError) else None
-            code = getattr(error, "code", default)
-            return ApiError(400, error.message, "invalid_request_error", error.param, code)
+            return ApiError(400, error.message, error.param, getattr(error, "code", default))
         case EngineOverloadedError():
             headers = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-            return ApiError(429, error.message, "rate_limit_error", code="engine_overloaded", headers=headers)
-        case UnauthorizedError():
-            headers = {"www-authenticate": "Bearer"}
-            return ApiError(401, error.message, "authentication_error", code="invalid_api_key", headers=headers)
-        case RequestTooLargeError():
-            return ApiError(413, error.message, "invalid_request_error", code="request_too_large")
-        case UnsupportedMediaTypeError():
-            return ApiError(415, error.message, "invalid_request_error", code="unsupported_media_type")
+            return ApiError(429, error.message, code="engine_overloaded", headers=headers)
         case ServiceLoadingError():
-            headers = {"retry-after": "2"}
-            return ApiError(503, error.message, "service_unavailable", code="loading", headers=headers)
+            return ApiError(503, error.message, code="loading", headers={"retry-after": "2"})
         case EngineDeadError():
-            headers = {"retry-after": "5"}
-            return ApiError(503, ENGINE_DEAD, "service_unavailable", code="engine_unavailable", headers=headers)
+            message = "the engine has failed or cannot be reached; it is being replaced, try again soon"
+            return ApiError(503, message, code="engine_unavailable", headers={"retry-after": "5"})
         case RequestFailedError():
-            return ApiError(500, error.message, "server_error", code="request_failed")
-        case HTTPException():
-            return _http_error(error)
+            return ApiError(500, error.message, code="request_failed")
+        case HTTPException(status_code=status):
+            headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+            return ApiError(status, str(error.detail), code=_HTTP_CODES.get(status), headers=headers)
     logger.error("a request failed with an unexpected exception", exc_info=error)
-    return ApiError(500, "internal server error", "server_error", code="internal_error")
-
-
-def _http_error(error: HTTPException) -> ApiError:
-    """The router raises these for unknown paths and methods."""
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-    return ApiError(error.status_code, str(error.detail), kind, code=code, headers=headers)
+    return ApiError(500, "internal server error", code="internal_error")
 
 
 # ---- validation errors of pydantic
 
-_HIDDEN = object()
 # pydantic's paths contain the branches of unions between the names of fields; clients never wrote these.
-_UNION_BRANCHES = frozenset(
-    {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
-)
+_UNION_BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none", "constrained-str", "function-before"}
 
 
 def wrong_field(param: str, reason: str, **details: Any) -> InvalidRequestError:
@@ -138,39 +114,36 @@ def invalid_request(details: Sequence[Any], renamed: Mapping[str, str] | None = 
 
     `renamed` maps fields of the validated model to fields of the API.
     """
-    merged: dict[str, tuple[list[str], Any]] = {}
+    merged: dict[str, tuple[list[str], str]] = {}
     for detail in details:
-        path, reason, value = _path_and_reason(detail, renamed or {})
-        reasons, _ = merged.setdefault(path, ([], value))
+        path, reason, shows_input = _path_and_reason(detail, renamed or {})
+        if path not in merged:
+            is_shown = shows_input and len(merged) < MAX_LISTED_ERRORS
+            merged[path] = [], f" (got {shorten(detail['input'])})" if is_shown else ""
+        reasons, _ = merged[path]
         if reason not in reasons and len(reasons) < MAX_LISTED_ERRORS:
             reasons.append(reason)
     listed = list(merged.items())[:MAX_LISTED_ERRORS]
-    lines = [_line(path, reasons, value) for path, (reasons, value) in listed]
+    lines = [(f"{path}: " if path else "") + ", or ".join(reasons) + shown for path, (reasons, shown) in listed]
     if len(merged) > len(listed):
         lines.append(f"and {len(merged) - len(listed)} more")
     return InvalidRequestError("; ".join(lines), param=listed[0][0] or None)
 
 
-def _line(path: str, reasons: Sequence[str], value: Any) -> str:
-    shown = "" if value is _HIDDEN else f" (got {shorten(value)})"
-    return (f"{path}: " if path else "") + ", or ".join(reasons) + shown
-
-
-def _path_and_reason(detail: Any, renamed: Mapping[str, str]) -> tuple[str, str, Any]:
+def _path_and_reason(detail: Any, renamed: Mapping[str, str]) -> tuple[str, str, bool]:
+    """Returns the field and the reason of one error detail, and whether its input belongs in the message."""
     path = field_path(part for part in detail["loc"] if isinstance(part, int) or not _is_branch(part))
-    if detail["type"] in ("model_type", "model_attributes_type"):
+    reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if detail["type"] == "model_type":
         reason = "should be an object"
-    else:
-        reason = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    shows_input = bool(path) and detail["type"] != "missing"
     if not path:
         # Messages of checks across fields begin with the name of the field.
         name, colon, rest = reason.partition(": ")
         if colon and name.isidentifier():
-            return renamed.get(name, name), rest, _HIDDEN
-        return "", reason, _HIDDEN
+            path, reason = name, rest
     top, dot, rest = path.partition(".")
-    value = _HIDDEN if detail["type"] == "missing" else detail["input"]
-    return renamed.get(top, top) + dot + rest, reason, value
+    return renamed.get(top, top) + dot + rest, reason, shows_input
 
 
 def _is_branch(part: str) -> bool:

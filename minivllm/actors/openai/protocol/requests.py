@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-import annotated_types
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema, model_validator
 
 from minivllm.actors.openai.protocol.errors import invalid_request, shorten, wrong_field
 from minivllm.core.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutput
@@ -25,18 +24,22 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 
 def sampling_field(name: str, description: str) -> Any:
     """Returns an optional field with the bounds of the same field of SamplingParams."""
-    bounds: dict[str, Any] = {}
-    for limit in SamplingParams.model_fields[name].metadata:
-        if isinstance(limit, annotated_types.Ge | annotated_types.Gt | annotated_types.Le | annotated_types.Lt):
-            attribute = type(limit).__name__.lower()
-            bounds[attribute] = getattr(limit, attribute)
+    limits = SamplingParams.model_fields[name].metadata
+    bounds: dict[str, Any] = {
+        key: getattr(limit, key) for limit in limits for key in ("ge", "gt", "le", "lt") if hasattr(limit, key)
+    }
     return Field(None, description=description, **bounds)
+
+
+def documented_as(kind: Any) -> WithJsonSchema:
+    """Returns the schema of `kind` for a field that is checked later, by a check with better errors than pydantic's."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
 
 
 class StrictModel(BaseModel):
     """Types are strict: `"1"` is not a number."""
 
-    model_config = ConfigDict(strict=True, protected_namespaces=(), validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(strict=True, validate_by_name=True, validate_by_alias=True)
 
 
 class RequestBody(StrictModel):
@@ -68,21 +71,11 @@ def parse(kind: type[Body], fields: object) -> Body:
 # ---- structured output
 
 
-def _grammar(
-    json_schema: object = None,
-    regex: str | None = None,
-    choice: list[str] | None = None,
-    grammar: str | None = None,
-) -> StructuredOutput | None:
-    """Returns the first grammar given. A JSON schema may be an object or text."""
-    if json_schema is not None:
-        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
-        return StructuredOutput(kind="json_schema", value=text)
-    if regex is not None:
-        return StructuredOutput(kind="regex", value=regex)
-    if choice is not None:
-        return StructuredOutput(kind="choice", value=json.dumps(choice))
-    return None if grammar is None else StructuredOutput(kind="grammar", value=grammar)
+def _grammar(kind: Any, value: object) -> StructuredOutput | None:
+    """Returns the grammar of a field, or None without a value. A JSON schema may be an object or text."""
+    if value is None:
+        return None
+    return StructuredOutput(kind=kind, value=value if isinstance(value, str) else json.dumps(value))
 
 
 class JsonSchemaFormat(StrictModel):
@@ -105,9 +98,8 @@ class ResponseFormat(StrictModel):
     def structured(self) -> StructuredOutput | None:
         if self.type == "json_object":
             return StructuredOutput(kind="json_object")
-        if self.type == "json_schema" and self.json_schema is not None:
-            return _grammar(self.json_schema.schema_)
-        return None
+        given = self.json_schema if self.type == "json_schema" else None
+        return None if given is None else _grammar("json_schema", given.schema_)
 
 
 class StructuredOutputs(StrictModel):
@@ -121,37 +113,29 @@ class StructuredOutputs(StrictModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
-        if sum(value is not None for value in given) != 1:
+        if len(self.grammars()) != 1:
             raise ValueError("exactly one of json, regex, choice, grammar and json_object must be given")
         return self
 
-    def structured(self) -> StructuredOutput:
-        grammar = _grammar(self.json_, self.regex, self.choice, self.grammar)
-        return StructuredOutput(kind="json_object") if grammar is None else grammar
+    def grammars(self) -> list[StructuredOutput]:
+        values = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        given = [_grammar(kind, value) for kind, value in values.items()]
+        given.append(_grammar("json_object", "" if self.json_object else None))
+        return [grammar for grammar in given if grammar is not None]
 
 
 # ---- completions and chat completions
 
-_TOKEN_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
-_LOGIT_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,18}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        },
-        {"type": "null"},
-    ],
-    "description": "token id -> bias added to its logit",
-}
-_STOP_SCHEMA: Any = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS},
-        {"type": "null"},
-    ]
-}
+_NOT_EMPTY = Field(min_length=1)
+_Text = Annotated[str, _NOT_EMPTY]
+_PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], _NOT_EMPTY]
+_Prompts = _Text | Annotated[list[_Text], _NOT_EMPTY] | _PromptIds | Annotated[list[_PromptIds], _NOT_EMPTY]
+_Stop = _Text | Annotated[list[_Text], Field(max_length=MAX_STOP_STRINGS)] | None
+_TOKEN_ID = "^[0-9]{1,18}$"
+_LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"propertyNames": {"pattern": _TOKEN_ID}}),
+]
 
 
 class StreamOptions(StrictModel):
@@ -171,10 +155,12 @@ class GenerationBody(RequestBody):
     presence_penalty: float | None = sampling_field("presence_penalty", "subtracted once from logits of output tokens")
     frequency_penalty: float | None = sampling_field("frequency_penalty", "subtracted per occurrence")
     repetition_penalty: float | None = sampling_field("repetition_penalty", "divides logits of tokens already seen")
-    logit_bias: Annotated[dict[str, float] | None, WithJsonSchema(_LOGIT_BIAS_SCHEMA)] = None
+    logit_bias: Annotated[dict[str, float] | None, documented_as(_LogitBias | None)] = Field(
+        None, description="token id -> bias added to its logit"
+    )
     seed: int | None = sampling_field("seed", "makes sampling repeatable; choice k of n uses seed + k")
     min_tokens: int | None = sampling_field("min_tokens", "output tokens before EOS or a stop token may end it")
-    stop: str | Texts | None = Field(None, description="texts that end the output", json_schema_extra=_STOP_SCHEMA)
+    stop: Annotated[str | Texts | None, documented_as(_Stop)] = Field(None, description="texts that end the output")
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -229,12 +215,12 @@ class GenerationBody(RequestBody):
     def structured(self) -> tuple[StructuredOutput | None, str]:
         """Returns the grammar and the name of the field that asks for it. Raises InvalidRequestError for several."""
         asked = {
-            "response_format": None if self.response_format is None else self.response_format.structured(),
-            "structured_outputs": None if self.structured_outputs is None else self.structured_outputs.structured(),
-            "guided_json": _grammar(json_schema=self.guided_json),
-            "guided_regex": _grammar(regex=self.guided_regex),
-            "guided_choice": _grammar(choice=self.guided_choice),
-            "guided_grammar": _grammar(grammar=self.guided_grammar),
+            "response_format": self.response_format.structured() if self.response_format else None,
+            "structured_outputs": self.structured_outputs.grammars()[0] if self.structured_outputs else None,
+            "guided_json": _grammar("json_schema", self.guided_json),
+            "guided_regex": _grammar("regex", self.guided_regex),
+            "guided_choice": _grammar("choice", self.guided_choice),
+            "guided_grammar": _grammar("grammar", self.guided_grammar),
         }
         names = [name for name, grammar in asked.items() if grammar is not None]
         if len(names) > 1:
@@ -244,56 +230,34 @@ class GenerationBody(RequestBody):
     def _sampling_params(
         self, defaults: Mapping[str, Any], renamed: Mapping[str, str] | None = None, **computed: Any
     ) -> SamplingParams:
-        """Converts the sampling fields.
+        """Returns the fields that SamplingParams has too over `defaults`, and `computed` over both.
 
-        Args:
-            defaults: SamplingParams fields from the model's generation_config, for fields that are absent.
-            renamed: SamplingParams field -> the field of this API it comes from, for errors.
-            computed: SamplingParams fields without a field of the same name and meaning in the API.
-
-        Raises InvalidRequestError naming the field of this API.
+        Raises InvalidRequestError naming the field of this API: `renamed` maps fields of SamplingParams to it.
         """
-        values: dict[str, Any] = dict(defaults)
-        for name in _SAMPLING_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                values[name] = value
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        values = {**defaults, **given}
+        for key in self.logit_bias or ():
+            if not re.fullmatch(_TOKEN_ID, key):
+                raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
         if self.logit_bias:
-            values["logit_bias"] = self._logit_bias_by_id(self.logit_bias)
+            values["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         try:
             return SamplingParams(**(values | computed))
         except ValidationError as error:
             raise invalid_request(error.errors(include_url=False, include_context=False), renamed) from None
 
-    @staticmethod
-    def _logit_bias_by_id(biases: Mapping[str, float]) -> dict[int, float]:
-        """JSON object keys are strings: `{"5": 1}` becomes `{5: 1}`."""
-        for key in biases:
-            if not _TOKEN_ID.fullmatch(key):
-                raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
-        return {int(key): bias for key, bias in biases.items()}
 
-
-_SAMPLING_FIELDS = sorted(GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"})
+_SAMPLING_FIELDS = GenerationBody.model_fields.keys() & SamplingParams.model_fields.keys() - {"logit_bias"}
 """Fields with the same name and meaning as in SamplingParams."""
-
-_TOKEN_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT_SCHEMA = {
-    "description": "a text, several texts, the token ids of one prompt, or of several",
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        _TOKEN_IDS_SCHEMA,
-        {"type": "array", "items": _TOKEN_IDS_SCHEMA, "minItems": 1},
-    ],
-}
 
 
 class CompletionRequest(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     # Checked in serving/completions.py: pydantic's union reports an error per branch and token of a long prompt.
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[Any, documented_as(_Prompts)] = Field(
+        description="a text, several texts, the token ids of one prompt, or of several"
+    )
     max_tokens: int | None = Field(None, ge=0, description="default 16; 0 only with echo, to score the prompt")
     logprobs: int | None = sampling_field("logprobs", "log probabilities of each token and of this many most likely")
     echo: bool | None = Field(None, description="put the prompt before the output")
@@ -332,20 +296,14 @@ class ToolCall(StrictModel):
     function: FunctionCall
 
 
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
 _CONTENT_SCHEMA = {
     "description": "a text, or text parts that are joined",
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-            },
-        },
-        {"type": "null"},
-    ],
+    "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}],
 }
 
 
@@ -427,7 +385,7 @@ class ChatCompletionRequest(GenerationBody):
     def to_sampling_params(self, defaults: Mapping[str, Any], grammar: StructuredOutput | None) -> SamplingParams:
         """`grammar` constrains the output: that of `structured()`, or of a forced tool call."""
         newer = self.max_completion_tokens
-        max_tokens = newer if newer is not None else self.max_tokens
+        max_tokens = self.max_tokens if newer is None else newer
         return self._sampling_params(
             defaults,
             renamed={} if newer is None else {"max_tokens": "max_completion_tokens"},

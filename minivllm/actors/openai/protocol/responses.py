@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+Kind = TypeVar("Kind")
+Choice = TypeVar("Choice")
+
 
 class ResponseModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid")
 
 
 class ErrorDetail(ResponseModel):
@@ -33,6 +36,16 @@ class UsageInfo(ResponseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Choices(ResponseModel, Generic[Kind, Choice]):
+    """What responses and chunks have in common."""
+
+    id: str
+    object: Kind
+    created: int
+    model: str
+    choices: list[Choice]
+
+
 class CompletionLogprobsInfo(ResponseModel):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -47,12 +60,7 @@ class CompletionChoice(ResponseModel):
     finish_reason: Literal["stop", "length"]
 
 
-class CompletionResponse(ResponseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
+class CompletionResponse(Choices[Literal["text_completion"], CompletionChoice]):
     usage: UsageInfo
 
 
@@ -60,12 +68,7 @@ class CompletionChunkChoice(CompletionChoice):
     finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
 
 
-class CompletionChunk(ResponseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChunkChoice]
+class CompletionChunk(Choices[Literal["text_completion"], CompletionChunkChoice]):
     usage: UsageInfo | None = None
 
 
@@ -107,12 +110,7 @@ class ChatChoice(ResponseModel):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletionResponse(ResponseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
+class ChatCompletionResponse(Choices[Literal["chat.completion"], ChatChoice]):
     usage: UsageInfo
 
 
@@ -141,12 +139,7 @@ class ChatChunkChoice(ResponseModel):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatCompletionChunk(ResponseModel):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
+class ChatCompletionChunk(Choices[Literal["chat.completion.chunk"], ChatChunkChoice]):
     usage: UsageInfo | None = None
 
 

@@ -18,11 +18,9 @@ def event(data: str) -> str:
 
 
 class ChunkWriter:
-    """Formats the chunks of one stream. Formats what they have in common once.
+    """Formats the chunks of one stream: what they have in common only once.
 
-    Args:
-        response_id, kind, created, model: the fields of every chunk.
-        announces_usage: with `include_usage`, every chunk but the last has `"usage": null`.
+    With `announces_usage`, as `include_usage` asks, every chunk but the last has `"usage": null`.
     """
 
     __slots__ = ("_head", "_tail")
@@ -33,34 +31,27 @@ class ChunkWriter:
         )
         self._tail = '],"usage":null}' if announces_usage else "]}"
 
-    def text(
-        self, index: int, text: str, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
-    ) -> str:
+    def text(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, usage: Any = None) -> str:
         """Formats a chunk of /v1/completions."""
-        return self._chunk(f'{{"index":{index},"text":{quote(text)},{_ending(logprobs, finish_reason)}', usage)
+        return self._choice(index, f'"text":{quote(text)}', logprobs, reason, usage)
 
-    def content(
-        self, index: int, text: str, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
-    ) -> str:
+    def content(self, index: int, text: str, logprobs: Any = None, reason: str | None = None, usage: Any = None) -> str:
         """Formats a chunk of /v1/chat/completions with text only; without text the delta is empty."""
-        delta = f'{{"content":{quote(text)}}}' if text else "{}"
-        return self._chunk(f'{{"index":{index},"delta":{delta},{_ending(logprobs, finish_reason)}', usage)
+        delta = f'"delta":{{"content":{quote(text)}}}' if text else '"delta":{}'
+        return self._choice(index, delta, logprobs, reason, usage)
 
-    def delta(
-        self, index: int, delta: Any, logprobs: Any = None, finish_reason: str | None = None, usage: Any = None
-    ) -> str:
+    def delta(self, index: int, delta: Any, logprobs: Any = None, reason: str | None = None, usage: Any = None) -> str:
         """Formats a chunk of /v1/chat/completions with any delta."""
-        return self._chunk(f'{{"index":{index},"delta":{json.dumps(delta)},{_ending(logprobs, finish_reason)}', usage)
+        return self._choice(index, f'"delta":{json.dumps(delta)}', logprobs, reason, usage)
 
     def usage(self, usage: Any) -> str:
         """Formats the last chunk under `include_usage`, which has no choices."""
         return self._chunk("", usage)
 
+    def _choice(self, index: int, field: str, logprobs: Any, reason: str | None, usage: Any) -> str:
+        shown = "null" if logprobs is None else json.dumps(logprobs)
+        finish = "null" if reason is None else quote(reason)
+        return self._chunk(f'{{"index":{index},{field},"logprobs":{shown},"finish_reason":{finish}}}', usage)
+
     def _chunk(self, choice: str, usage: Any) -> str:
-        tail = self._tail if usage is None else f'],"usage":{json.dumps(usage)}}}'
-        return self._head + choice + tail
-
-
-def _ending(logprobs: Any, finish_reason: str | None) -> str:
-    shown = "null" if logprobs is None else json.dumps(logprobs)
-    return f'"logprobs":{shown},"finish_reason":{"null" if finish_reason is None else quote(finish_reason)}}}'
+        return self._head + choice + (self._tail if usage is None else f'],"usage":{json.dumps(usage)}}}')
