@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -122,12 +123,8 @@ async def chat_prompt(
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         chat_template_kwargs=variables,
     )
-    token_ids = await service.encode(
-        text,
-        add_special_tokens=bool(body.add_special_tokens),
-        param="messages",
-        is_prompt=isinstance(body, ChatCompletionRequest),
-    )
+    adds, is_prompt = bool(body.add_special_tokens), isinstance(body, ChatCompletionRequest)
+    token_ids = await service.encode(text, add_special_tokens=adds, param="messages", is_prompt=is_prompt)
     if not token_ids:
         raise wrong_field("messages", "the model's chat template makes no tokens of these")
     return Prompt(token_ids, text)
@@ -148,15 +145,11 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 def _check_content(message: ChatMessage, where: str) -> None:
     """Raises InvalidRequestError unless the content is a text, a list of text parts, or null of the assistant."""
     content, where = message.content, f"{where}.content"
-    if isinstance(content, str):
-        return
-    if content is None:
-        if message.role != "assistant":
-            raise wrong_field(where, "is missing")
-        return
-    if not isinstance(content, list):
+    if content is None and message.role != "assistant":
+        raise wrong_field(where, "is missing")
+    if not isinstance(content, str | list | None):
         raise wrong_field(where, f"must be a string or a list of parts, not {shorten(content)}")
-    for number, part in enumerate(content):
+    for number, part in enumerate(content if isinstance(content, list) else []):
         here = f"{where}[{number}]"
         if not isinstance(part, dict):
             raise wrong_field(here, f"must be an object, not {shorten(part)}")
@@ -168,16 +161,10 @@ def _check_content(message: ChatMessage, where: str) -> None:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     """Parses the arguments, which templates format as JSON themselves. Malformed ones stay text."""
-    arguments = call.function.arguments
+    arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
-    fields: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments or {}},
-    }
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments.strip() or "{}")
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    fields = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}
