@@ -56,11 +56,8 @@ class StopStrings:
         self._starts = [0] * len(stops)
         """Length of the longest end of the text that each stop string starts with."""
         self._tail = ""
-
-    @property
-    def longest_start(self) -> int:
+        self.longest_start = 0
         """Number of last characters that may be the start of a stop string."""
-        return len(self._tail)
 
     def find(self, text: str, *, may_stop: bool = True) -> tuple[int, str] | None:
         """Appends `text`. Returns its length up to the end of the first stop string, and that string, or None.
@@ -77,7 +74,8 @@ class StopStrings:
             self._starts[number] = _longest_start(stop, window, start)
         if found is not None:
             return found[0] - len(self._tail), found[1]
-        self._tail = window[len(window) - max(self._starts, default=0) :]
+        self.longest_start = max(self._starts, default=0)
+        self._tail = window[len(window) - self.longest_start :]
         return None
 
 

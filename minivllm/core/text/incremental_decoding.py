@@ -15,7 +15,7 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -90,7 +90,7 @@ class ByteLevelDecoder(IncrementalDecoder):
 # ---- pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PieceRules:
     """The steps of a SentencePiece style decoder, in this order.
 
@@ -102,9 +102,9 @@ class PieceRules:
         mark: of the metaspace decoder: the mark of a space, and whether the first token loses it.
     """
 
-    replace: tuple[tuple[str, str], ...] = ()
+    replace: list[tuple[str, str]] = field(default_factory=list)
     has_bytes: bool = False
-    replace_after: tuple[tuple[str, str], ...] = ()
+    replace_after: list[tuple[str, str]] = field(default_factory=list)
     strip: tuple[str, int] = ("", 0)
     mark: tuple[str, bool] | None = None
 
@@ -204,29 +204,23 @@ def choose_decoder(decoder: dict[str, Any] | None) -> DecoderFactory:
 
 def _piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
     """Returns the rules of a SentencePiece style decoder, None when `PieceDecoder` lacks one of its steps."""
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    before: list[tuple[str, str]] = []
-    after: list[tuple[str, str]] = []
-    has_bytes = is_fused = False
-    strip = ("", 0)
-    mark: tuple[str, bool] | None = None
-    for step in steps:
+    rules, is_fused = PieceRules(), False
+    for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
         kind = step["type"]
-        if strip[1] or mark is not None:
+        is_joined = rules.has_bytes or is_fused
+        old = step["pattern"].get("String") if kind == "Replace" else None
+        if rules.strip[1] or rules.mark is not None:
             return None  # a later step would see the text, not tokens
-        if kind == "Replace" and "String" in step["pattern"]:
-            old, new = step["pattern"]["String"], step["content"]
-            if (has_bytes or is_fused) and len(old) != 1:
-                return None
-            (after if has_bytes or is_fused else before).append((old, new))
-        elif kind == "ByteFallback" and not has_bytes and not is_fused:
-            has_bytes = True
+        if old is not None and (len(old) == 1 or not is_joined):
+            (rules.replace_after if is_joined else rules.replace).append((old, step["content"]))
+        elif kind == "ByteFallback" and not is_joined:
+            rules.has_bytes = True
         elif kind == "Fuse":
             is_fused = True
         elif kind == "Strip" and is_fused and step["stop"] == 0 and len(step["content"]) == 1:
-            strip = (step["content"], step["start"])
-        elif kind == "Metaspace" and not (before or after or has_bytes or is_fused):
-            mark = (step["replacement"], step.get("prepend_scheme", "always") != "never")
+            rules.strip = (step["content"], step["start"])
+        elif kind == "Metaspace" and not (rules.replace or is_joined):
+            rules.mark = (step["replacement"], step.get("prepend_scheme", "always") != "never")
         else:
             return None
-    return PieceRules(tuple(before), has_bytes, tuple(after), strip, mark)
+    return rules

@@ -179,21 +179,17 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message: cannot be combined with add_generation_prompt"
             raise InvalidRequestError(message, param="continue_final_message")
+        variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
-            rendered = self.hf_tokenizer.apply_chat_template(
-                normalized,
-                tools=tools,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
+            return str(
+                self.hf_tokenizer.apply_chat_template(
+                    normalized, tools=tools, chat_template=template, tokenize=False, **variables
+                )
             )
         except Exception as error:
             # A template is a program that comes with the model and may raise anything about these messages.
             message = f"the model's chat template refuses these messages: {str(error)[:500]}"
             raise InvalidRequestError(message, param="messages") from error
-        return str(rendered)
 
 
 def _normalize_message(message: Any, place: int, template: str) -> dict[str, Any]:

@@ -64,11 +64,8 @@ class _ChatChoice:
         parsed, finish_reason = self._parse(delta)
         logprobs = self._logprobs(delta)
         if parsed.calls:
-            fields: dict[str, Any] = {
-                "tool_calls": [{"index": call.index, **_call_fields(call)} for call in parsed.calls]
-            }
-            if parsed.content:
-                fields["content"] = parsed.content
+            calls = [{"index": call.index, **_call_fields(call)} for call in parsed.calls]
+            fields = {"tool_calls": calls} | ({"content": parsed.content} if parsed.content else {})
             chunks.append(writer.delta(delta.index, fields, logprobs, finish_reason, usage))
         elif parsed.content or finish_reason is not None or logprobs is not None:
             chunks.append(writer.content(delta.index, parsed.content, logprobs, finish_reason, usage))

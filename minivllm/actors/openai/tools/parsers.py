@@ -26,7 +26,7 @@ OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING_REST = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER_OR_WORD = re.compile(r"[-0-9tfn][^\s,}]*(?=[\s,}])")
 
 
@@ -125,7 +125,7 @@ class ToolParser(ABC):
         return None
 
     def _read_entry(self) -> Reading[None]:
-        key = (yield from self._read_string())[1:-1]
+        key = yield from self._read_string()
         is_arguments, is_ignored = key in ("arguments", "parameters"), key in ("id", "type")
         if not (is_arguments or is_ignored or key == "name"):
             raise _NotACallError
@@ -141,7 +141,7 @@ class ToolParser(ABC):
         if is_ignored:
             return
         try:
-            text = str(json.loads(string))
+            text = str(json.loads(f'"{string}"'))
         except ValueError:
             raise _NotACallError from None
         if is_arguments:
@@ -226,11 +226,9 @@ class ToolParser(ABC):
         return character
 
     def _read_string(self) -> Reading[str]:
-        """Returns a string with its quotes."""
-        if (yield from self._peek()) != '"':
-            self._advance(1)
-            raise _NotACallError
-        return (yield from self._match(_STRING))
+        """Returns a string without its quotes."""
+        yield from self._expect('"')
+        return (yield from self._match(_STRING_REST))[:-1]
 
     def _match(self, pattern: re.Pattern[str]) -> Reading[str]:
         while (found := pattern.match(self._unread)) is None:
