@@ -161,20 +161,15 @@ class ToolParser(ABC):
         while True:
             length = len(self._unread)
             for place, character in enumerate(self._unread):
-                if is_escaped:
-                    is_escaped = False
-                elif in_string:
-                    is_escaped = character == "\\"
-                    in_string = character != '"'
-                elif character == '"':
-                    in_string = True
-                elif character in "{[":
-                    depth += 1
-                elif character in "}]":
-                    depth -= 1
-                    if not depth:
-                        length = place + 1
-                        break
+                if in_string:
+                    in_string = is_escaped or character != '"'
+                    is_escaped = character == "\\" and not is_escaped
+                    continue
+                in_string = character == '"'
+                depth += (character in "{[") - (character in "}]")
+                if not depth:
+                    length = place + 1
+                    break
             text = self._advance(length)
             if is_arguments:
                 self._pass_on(text)
@@ -305,10 +300,10 @@ class JsonParser(ToolParser):
                 self._unread = text + self._unread
                 break
             skipped = ""
+        self._show(skipped)
         has_more = True
         while has_more:
-            self._show(skipped + self._unread)
-            skipped = self._unread = ""
+            self._show(self._advance(len(self._unread)))
             has_more = yield from self._wait()
 
 

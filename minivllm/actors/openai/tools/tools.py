@@ -40,7 +40,10 @@ class ToolUse:
         choice = body.tool_choice or ("auto" if tools else "none")
         if not tools and choice not in ("none", "auto"):
             raise wrong_field("tool_choice", "there are no tools to choose from")
-        _check_names(tools)
+        names = [tool.function.name for tool in tools]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise wrong_field(f"tools[{place}].function.name", f"{name!r} is given twice")
         self._format = call_format(template)
         self._tools = tools if choice != "none" else []
         self._choice = choice
@@ -88,13 +91,6 @@ class ToolUse:
         return (JsonParser if self._format == "llama" else HermesParser)(max_calls=1 if self._one_call else None)
 
 
-def _check_names(tools: list[Tool]) -> None:
-    names = [tool.function.name for tool in tools]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise wrong_field(f"tools[{place}].function.name", f"{name!r} is given twice")
-
-
 def _parameters(tool: Tool) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}}
     # Closed parts of an allOf contradict each other.
@@ -104,10 +100,8 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 def _closed(schema: Any) -> Any:
     """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
     arguments does so until its tokens are used up."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
-        return schema
+        return [_closed(item) for item in schema] if isinstance(schema, list) else schema
     kept = ("enum", "const", "default", "examples")
     parts = {key: value if key in kept else _closed(value) for key, value in schema.items()}
     is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
