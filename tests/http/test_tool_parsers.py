@@ -21,7 +21,7 @@ def parse(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, s
     """Returns the content and (name, arguments) of each call; checks that the deltas are consistent."""
     content = ""
     calls: list[tuple[str, str]] = []
-    parts: list[Parsed] = [*(parser.feed(piece) for piece in pieces), parser.finish()]
+    parts: list[Parsed] = [*(parser.feed(piece) for piece in pieces), parser.feed("", is_last=True)]
     for part in parts:
         content += part.content
         for call in part.calls:
@@ -180,7 +180,7 @@ def test_calls_beyond_max_calls_are_dropped() -> None:
     for size in (1, 1000):
         parser = HermesParser(max_calls=1)
         pieces = [two[place : place + size] for place in range(0, len(two), size)]
-        calls = [call for piece in pieces for call in parser.feed(piece).calls] + parser.finish().calls
+        calls = [call for piece in pieces for call in parser.feed(piece).calls] + parser.feed("", is_last=True).calls
         assert {call.index for call in calls} == {0}
         assert "".join(call.arguments for call in calls) == '{"city": "Rome"}'
 

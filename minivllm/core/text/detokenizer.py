@@ -56,11 +56,8 @@ class StopStrings:
         self._starts = [0] * len(stops)
         """Length of the longest end of the text that each stop string starts with."""
         self._tail = ""
-
-    @property
-    def longest_start(self) -> int:
+        self.longest_start = 0
         """Number of last characters that may be the start of a stop string."""
-        return len(self._tail)
 
     def find(self, text: str, *, may_stop: bool = True) -> tuple[int, str] | None:
         """Appends `text`. Returns its length up to the end of the first stop string, and that string, or None.
@@ -77,7 +74,8 @@ class StopStrings:
             self._starts[number] = _longest_start(stop, window, start)
         if found is not None:
             return found[0] - len(self._tail), found[1]
-        self._tail = window[len(window) - max(self._starts, default=0) :]
+        self.longest_start = max(self._starts, default=0)
+        self._tail = window[len(window) - self.longest_start :]
         return None
 
 
@@ -104,25 +102,18 @@ class IncrementalDetokenizer:
         self._params = sampling_params
         self._decoder = tokenizer.incremental_decoder(sampling_params.skip_special_tokens)
         self._stops = StopStrings(sampling_params.stop)
-        self._parts: list[str] = []
         self._pending_text = ""
         self._pending_tokens: list[_Token] = []
         self._decoded_length = 0
+        self.text = ""
+        """Of all deltas so far, as `token_ids` and `logprobs`."""
         self.token_ids: list[int] = []
-        """Of all deltas so far, as `logprobs`."""
         self.logprobs: list[TokenLogprobs] = []
         self.num_tokens = 0
         """Tokens for usage counts."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string, or the id of `stop_token_ids`, that ended the sample."""
-
-    @property
-    def text(self) -> str:
-        """Text of all deltas so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
 
     @property
     def finished(self) -> bool:
@@ -139,13 +130,11 @@ class IncrementalDetokenizer:
         """Appends new tokens. Ignored after a delta with a finish reason.
 
         Args:
-            logprobs: one per token, or None.
             finish_reason: these tokens are the last.
             stop_token_id: the last token, if it ended the sample.
 
-        Returns:
-            The text that is now final. `finish_reason` is STOP when a stop string was found: then the caller ends the
-            sample, unless it passed a `finish_reason`.
+        Returns the text that is now final. Its `finish_reason` is STOP when a stop string was found: then the caller
+        ends the sample, unless it passed a `finish_reason`.
         """
         if self.finished:
             return TextDelta()
@@ -158,14 +147,17 @@ class IncrementalDetokenizer:
             entry = logprobs[place] if logprobs is not None else None
             self._pending_tokens.append(_Token(token_id, entry, start, start + len(text)))
             if self._append(text):
-                return self._end(FinishReason.STOP)
-        if finish_reason is None:
-            return self._delta(len(self._pending_text) - self._stops.longest_start)
-        if self._append(self._decoder.flush()):
-            return self._end(FinishReason.STOP)
-        if is_stop_token:
-            self.stop_reason = stop_token_id
-        return self._end(finish_reason)
+                finish_reason = FinishReason.STOP
+                break
+        else:
+            if finish_reason is None:
+                return self._emit(len(self._pending_text) - self._stops.longest_start)
+            if self._append(self._decoder.flush()):
+                finish_reason = FinishReason.STOP
+            elif is_stop_token:
+                self.stop_reason = stop_token_id
+        self.finish_reason = finish_reason
+        return self._emit(len(self._pending_text))
 
     def _append(self, text: str) -> bool:
         """Appends decoded text. Returns True when it completes a stop string; pending text and tokens are then cut."""
@@ -174,38 +166,26 @@ class IncrementalDetokenizer:
         found = self._stops.find(text, may_stop=self.num_tokens > self._params.min_tokens) if text else None
         if found is None:
             return False
-        end, stop = found
-        self.stop_reason = stop
+        end, self.stop_reason = found
         length = len(self._pending_text) - len(text) + end
         if not self._params.include_stop_str_in_output:
-            length -= len(stop)
+            length -= len(found[1])
         cut = self._decoded_length - len(self._pending_text) + length
         self._pending_text = self._pending_text[:length]
         self._pending_tokens = [token for token in self._pending_tokens if token.start < cut]
         return True
 
-    def _delta(self, length: int) -> TextDelta:
+    def _emit(self, length: int) -> TextDelta:
         """Returns the first `length` characters of the pending text, with the tokens that end in them."""
-        if length <= 0:
+        if length <= 0 and not self.finished:
             return TextDelta()
         text, self._pending_text = self._pending_text[:length], self._pending_text[length:]
         end = self._decoded_length - len(self._pending_text)
-        count = 0
-        while count < len(self._pending_tokens) and self._pending_tokens[count].end <= end:
-            count += 1
-        return self._record(text, count, None)
-
-    def _end(self, finish_reason: FinishReason) -> TextDelta:
-        text, self._pending_text = self._pending_text, ""
-        self.finish_reason = finish_reason
-        return self._record(text, len(self._pending_tokens), finish_reason)
-
-    def _record(self, text: str, num_tokens: int, finish_reason: FinishReason | None) -> TextDelta:
-        tokens, self._pending_tokens = self._pending_tokens[:num_tokens], self._pending_tokens[num_tokens:]
+        tokens = [token for token in self._pending_tokens if token.end <= end]
+        self._pending_tokens = self._pending_tokens[len(tokens) :]
         token_ids = [token.token_id for token in tokens]
         logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
-        if text:
-            self._parts.append(text)
+        self.text += text
         self.token_ids += token_ids
         self.logprobs += logprobs
-        return TextDelta(text, token_ids, logprobs if self._params.logprobs is not None else None, finish_reason)
+        return TextDelta(text, token_ids, None if self._params.logprobs is None else logprobs, self.finish_reason)

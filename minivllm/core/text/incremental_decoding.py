@@ -15,7 +15,7 @@ import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -31,12 +31,7 @@ class TokenTable(Protocol):
 
 
 class IncrementalDecoder(ABC):
-    """Decodes the tokens of one output.
-
-    Args:
-        table: the tokenizer.
-        skip_special_tokens: special tokens have no text.
-    """
+    """Decodes the tokens of one output; with `skip_special_tokens` special ones have no text."""
 
     def __init__(self, table: TokenTable, skip_special_tokens: bool) -> None:
         self._table = table
@@ -60,14 +55,14 @@ class IncrementalDecoder(ABC):
 # ---- bytes
 
 
-def byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """Returns the 256 printable characters by which byte-level BPE writes bytes (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in set(printable)]
+    others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + place): value for place, value in enumerate(others)}
 
 
-_ALPHABET = byte_alphabet()
+_ALPHABET = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
@@ -95,7 +90,7 @@ class ByteLevelDecoder(IncrementalDecoder):
 # ---- pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PieceRules:
     """The steps of a SentencePiece style decoder, in this order.
 
@@ -107,9 +102,9 @@ class PieceRules:
         mark: of the metaspace decoder: the mark of a space, and whether the first token loses it.
     """
 
-    replace: tuple[tuple[str, str], ...] = ()
+    replace: list[tuple[str, str]] = field(default_factory=list)
     has_bytes: bool = False
-    replace_after: tuple[tuple[str, str], ...] = ()
+    replace_after: list[tuple[str, str]] = field(default_factory=list)
     strip: tuple[str, int] = ("", 0)
     mark: tuple[str, bool] | None = None
 
@@ -151,12 +146,10 @@ class PieceDecoder(IncrementalDecoder):
     def _finish(self, text: str) -> str:
         for old, new in self._rules.replace_after:
             text = text.replace(old, new)
-        while self._strip_left and text:
-            if not text.startswith(self._rules.strip[0]):
-                self._strip_left = 0
-                break
-            text = text[len(self._rules.strip[0]) :]
-            self._strip_left -= 1
+        if self._strip_left and text:
+            count = min(self._strip_left, len(text) - len(text.lstrip(self._rules.strip[0])))
+            text = text[count:]
+            self._strip_left = 0 if text else self._strip_left - count
         return text
 
 
@@ -203,43 +196,31 @@ DecoderFactory = Callable[[TokenTable, bool], IncrementalDecoder]
 
 def choose_decoder(decoder: dict[str, Any] | None) -> DecoderFactory:
     """Returns the decoder for what `tokenizer.json` contains under "decoder"; WindowDecoder for an unknown kind."""
-    if is_byte_level(decoder):
+    if decoder is not None and decoder["type"] == "ByteLevel":
         return ByteLevelDecoder
-    rules = piece_rules(decoder) if decoder is not None else None
-    if rules is None:
-        return WindowDecoder
-    return lambda table, skip: PieceDecoder(table, skip, rules)
+    rules = None if decoder is None else _piece_rules(decoder)
+    return WindowDecoder if rules is None else lambda table, skip: PieceDecoder(table, skip, rules)
 
 
-def is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    return decoder is not None and decoder["type"] == "ByteLevel"
-
-
-def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
+def _piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
     """Returns the rules of a SentencePiece style decoder, None when `PieceDecoder` lacks one of its steps."""
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    before: list[tuple[str, str]] = []
-    after: list[tuple[str, str]] = []
-    has_bytes = is_fused = False
-    strip = ("", 0)
-    mark: tuple[str, bool] | None = None
-    for step in steps:
+    rules, is_fused = PieceRules(), False
+    for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
         kind = step["type"]
-        if strip[1] or mark is not None:
+        is_joined = rules.has_bytes or is_fused
+        old = step["pattern"].get("String") if kind == "Replace" else None
+        if rules.strip[1] or rules.mark is not None:
             return None  # a later step would see the text, not tokens
-        if kind == "Replace" and "String" in step["pattern"]:
-            old, new = step["pattern"]["String"], step["content"]
-            if (has_bytes or is_fused) and len(old) != 1:
-                return None
-            (after if has_bytes or is_fused else before).append((old, new))
-        elif kind == "ByteFallback" and not has_bytes and not is_fused:
-            has_bytes = True
+        if old is not None and (len(old) == 1 or not is_joined):
+            (rules.replace_after if is_joined else rules.replace).append((old, step["content"]))
+        elif kind == "ByteFallback" and not is_joined:
+            rules.has_bytes = True
         elif kind == "Fuse":
             is_fused = True
         elif kind == "Strip" and is_fused and step["stop"] == 0 and len(step["content"]) == 1:
-            strip = (step["content"], step["start"])
-        elif kind == "Metaspace" and not (before or after or has_bytes or is_fused):
-            mark = (step["replacement"], step.get("prepend_scheme", "always") != "never")
+            rules.strip = (step["content"], step["start"])
+        elif kind == "Metaspace" and not (rules.replace or is_joined):
+            rules.mark = (step["replacement"], step.get("prepend_scheme", "always") != "never")
         else:
             return None
-    return PieceRules(tuple(before), has_bytes, tuple(after), strip, mark)
+    return rules

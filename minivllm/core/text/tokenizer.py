@@ -21,11 +21,11 @@ from minivllm.core.errors import InvalidRequestError, ModelLoadError
 from minivllm.core.models.location import ModelLocation, resolve_tokenizer
 from minivllm.core.text.incremental_decoding import (
     BYTE_TOKEN,
+    ByteLevelDecoder,
     IncrementalDecoder,
     WindowDecoder,
     byte_level_bytes,
     choose_decoder,
-    is_byte_level,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,7 @@ _RENDERING_ARGUMENTS = frozenset(
 
 
 class Tokenizer:
-    """Safe to use from several threads.
-
-    Args:
-        tokenizer: a transformers tokenizer, fast (backed by the `tokenizers` library) or not.
-    """
+    """Wraps a transformers tokenizer, fast (backed by `tokenizers`) or not. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.hf_tokenizer = tokenizer
@@ -61,8 +57,8 @@ class Tokenizer:
             # Decoders see added tokens as the normalizer writes them, not as they were added.
             for token_id in self._added:
                 self._tokens[token_id] = str(self._backend.id_to_token(token_id))
-        self._is_byte_level = is_byte_level(decoder)
         self._make_decoder = choose_decoder(decoder)
+        self._is_byte_level = self._make_decoder is ByteLevelDecoder
         self.vocab_size = max(self._tokens, default=-1) + 1
         if not self._decoder_equals_decode():
             logger.warning("this tokenizer's decoder differs from others of its kind: using WindowDecoder")
@@ -93,21 +89,15 @@ class Tokenizer:
     # -- text <-> ids ------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
-        """Returns the token ids of a text.
+        """Returns the token ids of a text, with `add_special_tokens` also the model's special tokens, such as BOS.
 
-        Args:
-            add_special_tokens: adds the model's special tokens, such as BOS.
-            param: the request's field that contains the text, for the error.
-
-        Raises:
-            InvalidRequestError: the text is not valid Unicode (lone surrogates).
+        Raises InvalidRequestError naming the request's field `param` for a lone surrogate.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"{param}: not valid Unicode text: a lone surrogate at position {error.start}", param=param
-            ) from error
+            message = f"{param}: not valid Unicode text: a lone surrogate at position {error.start}"
+            raise InvalidRequestError(message, param=param) from error
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -117,9 +107,8 @@ class Tokenizer:
         if self._backend is not None:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
         known = [token_id for token_id in token_ids if token_id in self._tokens]
-        return str(
-            self.hf_tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.hf_tokenizer.decode(known, **options))
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """Returns a decoder for one output. Its pieces, joined, are `decode` of all ids."""
@@ -142,12 +131,11 @@ class Tokenizer:
         """Compares the chosen decoder with `decode` on a sample of the vocabulary."""
         step = max(1, len(self._tokens) // 500)
         sample = sorted(self._tokens)[:300] + sorted(self._tokens)[::step]
-        for skip in (True, False):
-            decoder = self.incremental_decoder(skip)
-            pieces = [decoder.push(token_id) for token_id in sample]
-            if "".join(pieces) + decoder.flush() != self.decode(sample, skip):
-                return False
-        return True
+        decoders = {skip: self.incremental_decoder(skip) for skip in (True, False)}
+        return all(
+            "".join(map(decoder.push, sample)) + decoder.flush() == self.decode(sample, skip)
+            for skip, decoder in decoders.items()
+        )
 
     # ---- chat
 
@@ -190,25 +178,19 @@ class Tokenizer:
         if not normalized:
             raise InvalidRequestError("messages: must not be empty", param="messages")
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message: cannot be combined with add_generation_prompt", param="continue_final_message"
-            )
+            message = "continue_final_message: cannot be combined with add_generation_prompt"
+            raise InvalidRequestError(message, param="continue_final_message")
+        variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
-            rendered = self.hf_tokenizer.apply_chat_template(
-                normalized,
-                tools=tools,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **variables,
+            return str(
+                self.hf_tokenizer.apply_chat_template(
+                    normalized, tools=tools, chat_template=template, tokenize=False, **variables
+                )
             )
         except Exception as error:
             # A template is a program that comes with the model and may raise anything about these messages.
-            raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {str(error)[:500]}", param="messages"
-            ) from error
-        return str(rendered)
+            message = f"the model's chat template refuses these messages: {str(error)[:500]}"
+            raise InvalidRequestError(message, param="messages") from error
 
 
 def _normalize_message(message: Any, place: int, template: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from minivllm.actors.openai.serving.service import GenerationService
 from minivllm.actors.openai.tools.parsers import Parsed, ToolCallDelta
 from minivllm.actors.openai.tools.tools import ToolUse, with_tools_in_text
 from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.text.tokenizer import Tokenizer
 
 
 async def chat_completion(service: GenerationService, body: ChatCompletionRequest) -> Generation:
@@ -29,82 +31,44 @@ async def chat_completion(service: GenerationService, body: ChatCompletionReques
     params = body.to_sampling_params(service.info.generation_defaults, grammar)
     prompt = await chat_prompt(service, body, tool_use.tools)
     service.check_length(len(prompt.token_ids), "messages")
-    return Generation(
-        service,
-        body,
-        [prompt],
-        params,
-        [_ChatChoice(service, body, params, tool_use, index) for index in range(params.n)],
-        id_prefix="chatcmpl",
-        kind="chat.completion",
-        chunk_kind="chat.completion.chunk",
-        grammar_field=grammar_field,
-    )
+    choices = [_ChatChoice(service.tokenizer, params, tool_use) for _ in range(params.n)]
+    kinds = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    return Generation(service, body, [prompt], params, choices, grammar_field, kinds)
 
 
 class _ChatChoice:
     """A choice of /v1/chat/completions."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        body: ChatCompletionRequest,
-        params: SamplingParams,
-        tool_use: ToolUse,
-        index: int,
-    ) -> None:
-        self._index = index
-        self._tokenizer = service.tokenizer
-        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self._skip_special_tokens = params.skip_special_tokens
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, tool_use: ToolUse) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
         self._parser = tool_use.parser()
         self._is_named = tool_use.is_named
         self._has_begun = False
-        self._content: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] | None = None
-        self._finish_reason: str | None = None
 
-    def add(self, delta: ChoiceDelta) -> None:
-        parsed, self._finish_reason = self._parse(delta)
-        self._content.append(parsed.content)
-        for call in parsed.calls:
-            if call.name is not None:
-                function = {"name": call.name, "arguments": ""}
-                self._calls.append({"id": call.call_id, "type": "function", "function": function})
-            self._calls[call.index]["function"]["arguments"] += call.arguments
-        logprobs = self._new_logprobs(delta)
-        if logprobs is not None:
-            self._logprobs = (self._logprobs or []) + logprobs["content"]
-
-    def to_dict(self) -> dict[str, Any]:
-        content: str | None = "".join(self._content)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._calls:
-            message = {"role": "assistant", "content": content or None, "tool_calls": self._calls}
-        return {
-            "index": self._index,
-            "message": message,
-            "logprobs": None if self._logprobs is None else {"content": self._logprobs},
-            "finish_reason": self._finish_reason,
-        }
+    def to_dict(self, whole: ChoiceDelta) -> dict[str, Any]:
+        parsed, finish_reason = self._parse(whole)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.calls:
+            calls = [_call_fields(call) for call in parsed.calls]
+            message |= {"content": parsed.content or None, "tool_calls": calls}
+        logprobs = self._logprobs(whole)
+        return {"index": whole.index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def chunks(self, delta: ChoiceDelta, writer: ChunkWriter, usage: dict[str, Any] | None) -> list[str]:
         """Formats the role before the first delta, and the finish reason in the last one."""
-        index = self._index
         chunks: list[str] = []
         if not self._has_begun:
             self._has_begun = True
-            chunks.append(writer.delta(index, {"role": "assistant", "content": ""}, usage=usage))
+            chunks.append(writer.delta(delta.index, {"role": "assistant", "content": ""}, usage=usage))
         parsed, finish_reason = self._parse(delta)
-        logprobs = self._new_logprobs(delta)
+        logprobs = self._logprobs(delta)
         if parsed.calls:
-            fields: dict[str, Any] = {"tool_calls": [_call_fields(call) for call in parsed.calls]}
-            if parsed.content:
-                fields["content"] = parsed.content
-            chunks.append(writer.delta(index, fields, logprobs, finish_reason, usage))
+            calls = [{"index": call.index, **_call_fields(call)} for call in parsed.calls]
+            fields = {"tool_calls": calls} | ({"content": parsed.content} if parsed.content else {})
+            chunks.append(writer.delta(delta.index, fields, logprobs, finish_reason, usage))
         elif parsed.content or finish_reason is not None or logprobs is not None:
-            chunks.append(writer.content(index, parsed.content, logprobs, finish_reason, usage))
+            chunks.append(writer.content(delta.index, parsed.content, logprobs, finish_reason, usage))
         return chunks
 
     def _parse(self, delta: ChoiceDelta) -> tuple[Parsed, str | None]:
@@ -112,33 +76,23 @@ class _ChatChoice:
         reason = delta.finish_reason
         if self._parser is None:
             return Parsed(delta.text), reason
-        parsed = self._parser.feed(delta.text)
-        if reason is not None:
-            rest = self._parser.finish()
-            parsed = Parsed(parsed.content + rest.content, parsed.calls + rest.calls)
-            # As in OpenAI's API, "stop" for a function that the client named: the model did not decide to call it.
-            if reason == "stop" and self._parser.num_calls and not self._is_named:
-                reason = "tool_calls"
+        parsed = self._parser.feed(delta.text, is_last=reason is not None)
+        # As in OpenAI's API, "stop" for a function that the client named: the model did not decide to call it.
+        if reason == "stop" and self._parser.num_calls and not self._is_named:
+            reason = "tool_calls"
         return parsed, reason
 
-    def _new_logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
-        if self._num_top is None:
+    def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        if self._params.logprobs is None:
             return None
-        content = chat_logprobs(
-            self._tokenizer,
-            delta.logprobs or [],
-            num_top=self._num_top,
-            skip_special_tokens=self._skip_special_tokens,
-            hides_last=delta.hides_last_token,
-        )
-        return {"content": content}
+        hides_last = delta.hides_last_token
+        return {"content": chat_logprobs(self._tokenizer, delta.logprobs, self._params, hides_last=hides_last)}
 
 
 def _call_fields(call: ToolCallDelta) -> dict[str, Any]:
     if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 # ---- prompt
@@ -166,12 +120,8 @@ async def chat_prompt(
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         chat_template_kwargs=variables,
     )
-    token_ids = await service.encode(
-        text,
-        add_special_tokens=bool(body.add_special_tokens),
-        param="messages",
-        is_prompt=isinstance(body, ChatCompletionRequest),
-    )
+    adds, is_prompt = bool(body.add_special_tokens), isinstance(body, ChatCompletionRequest)
+    token_ids = await service.encode(text, add_special_tokens=adds, param="messages", is_prompt=is_prompt)
     if not token_ids:
         raise wrong_field("messages", "the model's chat template makes no tokens of these")
     return Prompt(token_ids, text)
@@ -192,15 +142,11 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 def _check_content(message: ChatMessage, where: str) -> None:
     """Raises InvalidRequestError unless the content is a text, a list of text parts, or null of the assistant."""
     content, where = message.content, f"{where}.content"
-    if isinstance(content, str):
-        return
-    if content is None:
-        if message.role != "assistant":
-            raise wrong_field(where, "is missing")
-        return
-    if not isinstance(content, list):
+    if content is None and message.role != "assistant":
+        raise wrong_field(where, "is missing")
+    if not isinstance(content, str | list | None):
         raise wrong_field(where, f"must be a string or a list of parts, not {shorten(content)}")
-    for number, part in enumerate(content):
+    for number, part in enumerate(content if isinstance(content, list) else []):
         here = f"{where}[{number}]"
         if not isinstance(part, dict):
             raise wrong_field(here, f"must be an object, not {shorten(part)}")
@@ -212,16 +158,10 @@ def _check_content(message: ChatMessage, where: str) -> None:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     """Parses the arguments, which templates format as JSON themselves. Malformed ones stay text."""
-    arguments = call.function.arguments
+    arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
-    fields: dict[str, Any] = {
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments or {}},
-    }
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments.strip() or "{}")
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    fields = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}

@@ -24,7 +24,7 @@ from minivllm.core.errors import InvalidRequestError, RequestFailedError
 from minivllm.core.outputs import RequestOutput, TokenLogprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
-from minivllm.core.text.detokenizer import IncrementalDetokenizer
+from minivllm.core.text.detokenizer import IncrementalDetokenizer, TextDelta
 
 _GRAMMAR_PARAMS = frozenset({"response_format", "structured_outputs"})
 
@@ -37,27 +37,24 @@ class Prompt:
     text: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """New text of one choice. `finish_reason` is set in its last delta."""
+    """New text of one choice, or all of it. `finish_reason` is set in the last delta."""
 
     index: int
     text: str
     prompt_logprobs: list[TokenLogprobs]
     """Of all prompt tokens but the first, if requested; complete in the first delta."""
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    hides_last_token: bool = False
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None
+    hides_last_token: bool
     """The last token is a stop token whose text was left out."""
 
 
 class Choice(Protocol):
-    """One choice of a response. Takes all of its deltas by one of two methods."""
+    """Formats one choice of a response, either at once or delta by delta."""
 
-    def add(self, delta: ChoiceDelta) -> None:
-        """Collects a delta for `to_dict`."""
-
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, whole: ChoiceDelta) -> dict[str, Any]:
         """Returns the choice in the API's form."""
 
     def chunks(self, delta: ChoiceDelta, writer: ChunkWriter, usage: dict[str, Any] | None) -> list[str]:
@@ -88,23 +85,63 @@ class _PromptState:
         if self.stream is not None:
             self.stream.close()
 
-    @property
-    def is_scored(self) -> bool:
-        """True when all requested log probabilities of the prompt have arrived. The first token has none."""
-        if self.request.sampling_params.prompt_logprobs is None:
-            return True
-        return len(self.prompt_logprobs) >= len(self.request.prompt_token_ids) - 1
+    def read(self, outputs: list[RequestOutput]) -> tuple[list[ChoiceDelta], list[int]]:
+        """Returns the new deltas, and the samples that a stop string has ended. Raises the error of an output."""
+        stopped: list[int] = []
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            self.prompt_logprobs += output.prompt_logprobs or []
+            if output.index not in self.open_samples:
+                continue  # a stop string ended it before the engine knew
+            if output.finish_reason is FinishReason.ABORT:
+                raise RequestFailedError(
+                    "the request was aborted by the server because its output was not read in time"
+                )
+            if output.index == 0:
+                self.num_cached_tokens = output.num_cached_tokens
+            new = self.detokenizers[output.index].push(
+                output.new_token_ids,
+                output.logprobs,
+                finish_reason=output.finish_reason,
+                stop_token_id=output.stop_token_id,
+            )
+            if new.finish_reason is not None:
+                self.open_samples.discard(output.index)
+                if not output.finished:
+                    stopped.append(output.index)
+            if new:
+                self.waiting_deltas.append(self.delta(output.index, new))
+        num_scores = (
+            0 if self.request.sampling_params.prompt_logprobs is None else len(self.request.prompt_token_ids) - 1
+        )
+        if len(self.prompt_logprobs) < num_scores:
+            return [], stopped
+        deltas, self.waiting_deltas = self.waiting_deltas, []
+        return deltas, stopped
+
+    def delta(self, sample: int, new: TextDelta | IncrementalDetokenizer) -> ChoiceDelta:
+        is_stop_token = isinstance(self.detokenizers[sample].stop_reason, int)
+        return ChoiceDelta(
+            self.first_index + sample,
+            new.text,
+            self.prompt_logprobs,
+            new.logprobs or [],
+            # A plain string: programs that read a handle call's response need not have this package.
+            None if new.finish_reason is None else str(new.finish_reason.value),
+            is_stop_token and not self.request.sampling_params.include_stop_str_in_output,
+        )
 
 
 class Generation:
     """Runs one request; call either `response` or `stream`, once.
 
     Args:
-        id_prefix, kind, chunk_kind: of the response's `id` and `object`.
         prompts: checked prompts.
         params: the same for all prompts.
         choices: one per sample of each prompt.
         grammar_field: the field that asked for a grammar, which the engine's refusal of it names.
+        kinds: the prefix of the response's `id`, its `object`, and the `object` of chunks.
     """
 
     def __init__(
@@ -114,22 +151,17 @@ class Generation:
         prompts: list[Prompt],
         params: SamplingParams,
         choices: Sequence[Choice],
-        *,
-        id_prefix: str,
-        kind: str,
-        chunk_kind: str,
         grammar_field: str,
+        kinds: tuple[str, str, str],
     ) -> None:
+        id_prefix, self._kind, self._chunk_kind = kinds
         # Unique whatever ids clients send: the engine's request ids contain it.
         self._id = f"{id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._engine = service.engine
         self._model_name = service.model_name
         self._body = body
-        self._params = params
         self._choices = choices
-        self._kind = kind
-        self._chunk_kind = chunk_kind
         self._grammar_field = grammar_field
         self._prompts = [
             _PromptState(
@@ -147,16 +179,15 @@ class Generation:
 
     async def response(self) -> dict[str, Any]:
         """Runs to the end and returns the response body."""
-        async with contextlib.aclosing(self._deltas()) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    self._choices[delta.index].add(delta)
+        async for _ in self._deltas():
+            pass
+        wholes = [prompt.delta(*sample) for prompt in self._prompts for sample in enumerate(prompt.detokenizers)]
         return {
             "id": self._id,
             "object": self._kind,
             "created": self._created,
             "model": self._model_name,
-            "choices": [choice.to_dict() for choice in self._choices],
+            "choices": [self._choices[whole.index].to_dict(whole) for whole in wholes],
             "usage": self._usage(),
         }
 
@@ -169,10 +200,8 @@ class Generation:
         async with contextlib.aclosing(self._deltas()) as batches:
             async for deltas in batches:
                 usage = self._usage() if body.continuous_usage else None
-                chunks: list[str] = []
-                for delta in deltas:
-                    chunks += self._choices[delta.index].chunks(delta, writer, usage)
-                if chunks:
+                parts = [self._choices[delta.index].chunks(delta, writer, usage) for delta in deltas]
+                if chunks := [chunk for part in parts for chunk in part]:
                     yield chunks
         if body.include_usage:
             yield [writer.usage(self._usage())]
@@ -199,7 +228,8 @@ class Generation:
             while any(prompt.open_samples for prompt in self._prompts):
                 deltas: list[ChoiceDelta] = []
                 for prompt, outputs in await self._take(takes):
-                    stopped = self._read(prompt, outputs, deltas)
+                    new, stopped = prompt.read(outputs)
+                    deltas += new
                     if not outputs or not prompt.open_samples:
                         prompt.open_samples.clear()
                         prompt.close()
@@ -232,50 +262,3 @@ class Generation:
         await asyncio.wait(takes.values(), return_when=asyncio.FIRST_COMPLETED)
         done = [prompt for prompt, task in takes.items() if task.done()]
         return [(prompt, takes.pop(prompt).result()) for prompt in done]
-
-    def _read(self, prompt: _PromptState, outputs: list[RequestOutput], deltas: list[ChoiceDelta]) -> list[int]:
-        """Appends the deltas of `outputs` to `deltas`. Returns the samples that a stop string has ended."""
-        stopped: list[int] = []
-        for output in outputs:
-            delta = self._delta(prompt, output)
-            if delta is None:
-                continue
-            if delta.finish_reason is not None:
-                prompt.open_samples.discard(output.index)
-                if not output.finished:
-                    stopped.append(output.index)
-            prompt.waiting_deltas.append(delta)
-        if prompt.is_scored:
-            deltas += prompt.waiting_deltas
-            prompt.waiting_deltas = []
-        return stopped
-
-    def _delta(self, prompt: _PromptState, output: RequestOutput) -> ChoiceDelta | None:
-        if output.error is not None:
-            raise output.error
-        if output.prompt_logprobs:
-            prompt.prompt_logprobs.extend(output.prompt_logprobs)
-        if output.index not in prompt.open_samples:
-            return None  # a stop string ended it before the engine knew
-        if output.finish_reason is FinishReason.ABORT:
-            raise RequestFailedError("the request was aborted by the server because its output was not read in time")
-        if output.index == 0:
-            prompt.num_cached_tokens = output.num_cached_tokens
-        detokenizer = prompt.detokenizers[output.index]
-        new = detokenizer.push(
-            output.new_token_ids,
-            output.logprobs,
-            finish_reason=output.finish_reason,
-            stop_token_id=output.stop_token_id,
-        )
-        if not new:
-            return None
-        return ChoiceDelta(
-            index=prompt.first_index + output.index,
-            text=new.text,
-            prompt_logprobs=prompt.prompt_logprobs,
-            logprobs=new.logprobs,
-            # A plain string: programs that read a handle call's response need not have this package.
-            finish_reason=None if new.finish_reason is None else str(new.finish_reason.value),
-            hides_last_token=isinstance(detokenizer.stop_reason, int) and not self._params.include_stop_str_in_output,
-        )

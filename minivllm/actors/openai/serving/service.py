@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from minivllm.actors.config import AppArgs
@@ -44,11 +45,7 @@ class EngineApi(Protocol):
 class GenerationService:
     """One per ingress process; used from one asyncio loop.
 
-    Args:
-        engine: runs requests in token ids.
-        tokenizer: the model's.
-        args: of the application.
-        fetch_last_snapshot: asks for the newest snapshot at the Metrics actor, for when the engine does not answer.
+    `fetch_last_snapshot` asks the Metrics actor for the newest snapshot, for when the engine does not answer.
     """
 
     def __init__(
@@ -67,9 +64,7 @@ class GenerationService:
         self._info_task: asyncio.Task[None] | None = None
         # One thread: more would take cores from the engine. The tokenizer releases the GIL.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._longest_token = max(
-            (len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)), default=1
-        )
+        self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1)
 
     # ---- engine
 
@@ -119,7 +114,7 @@ class GenerationService:
     async def _fetch_info(self) -> None:
         while self._info is None:
             try:
-                self._info = await self.engine.info()
+                await self.ready()
             except Exception as error:
                 logger.warning("the engine does not answer yet: %s", error)
                 await asyncio.sleep(INFO_RETRY_S)
@@ -172,14 +167,13 @@ class GenerationService:
 
     async def encode(self, text: str, *, add_special_tokens: bool, param: str, is_prompt: bool = True) -> list[int]:
         """Returns the token ids of a text. Raises InvalidRequestError for a prompt that is certainly too long."""
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, param=param)
         if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
+            return encode()
         at_least = len(text) // self._longest_token
         if is_prompt and at_least > self.info.max_model_len:
             raise self._too_long(f"has at least {at_least} tokens", param)
-        return await self.in_thread(
-            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens, param=param)
-        )
+        return await self.in_thread(encode)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Runs `work` outside of the event loop."""

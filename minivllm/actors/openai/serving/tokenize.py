@@ -20,12 +20,8 @@ async def tokenize(service: GenerationService, body: TokenizeRequest) -> dict[st
         adds = body.add_special_tokens is not False
         token_ids = await service.encode(body.prompt or "", add_special_tokens=adds, param="prompt", is_prompt=False)
     texts = [token_text(service.tokenizer, token_id) for token_id in token_ids] if body.return_token_strs else None
-    return {
-        "count": len(token_ids),
-        "max_model_len": service.info.max_model_len,
-        "tokens": token_ids,
-        "token_strs": texts,
-    }
+    max_model_len = service.info.max_model_len
+    return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": texts}
 
 
 async def detokenize(service: GenerationService, body: DetokenizeRequest) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -25,9 +26,7 @@ OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
-_CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
-_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING_REST = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
 _NUMBER_OR_WORD = re.compile(r"[-0-9tfn][^\s,}]*(?=[\s,}])")
 
 
@@ -49,15 +48,6 @@ class Parsed:
     calls: list[ToolCallDelta] = field(default_factory=list)
 
 
-class ToolParser(Protocol):
-    """Takes the text in pieces of any size; the joined results do not depend on the pieces."""
-
-    num_calls: int
-
-    def feed(self, text: str) -> Parsed: ...
-    def finish(self) -> Parsed: ...
-
-
 class _NotACallError(Exception):
     """The text is not a call, or ends before the call does."""
 
@@ -66,32 +56,29 @@ Reading = Generator[None, None, T]
 """A generator that yields when it needs more text, and returns what it has read."""
 
 
-class _CallsParser(ABC):
-    """Reads calls, `{"name": ..., "arguments": ...}` with keys in any order. Subclasses find where calls start."""
+class ToolParser(ABC):
+    """Takes the text in pieces of any size; the joined results do not depend on the pieces.
+
+    Reads calls, `{"name": ..., "arguments": ...}` with keys in any order. Subclasses find where calls start. Calls
+    after the first `max_calls` are dropped, and so is the content after them.
+    """
 
     def __init__(self, max_calls: int | None = None) -> None:
         self.num_calls = 0
-        self._max_calls = max_calls
+        self._max_calls = sys.maxsize if max_calls is None else max_calls
         self._unread = ""
-        self._is_complete = False
+        self._is_last = False
         self._parsed = Parsed()
         self._start_call()
         self._parser = self._parse()
-        next(self._parser)
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str, *, is_last: bool = False) -> Parsed:
+        """Parses the next piece of the text. Returns at most one delta per call."""
         self._unread += text
+        self._is_last = is_last
         next(self._parser, None)
         parsed, self._parsed = self._parsed, Parsed()
-        if self._max_calls is not None and self.num_calls >= self._max_calls:
-            parsed.calls = [call for call in parsed.calls if call.index < self._max_calls]
-            if self.num_calls > self._max_calls:
-                parsed.content = ""
         return parsed
-
-    def finish(self) -> Parsed:
-        self._is_complete = True
-        return self.feed("")
 
     @abstractmethod
     def _parse(self) -> Reading[None]:
@@ -99,15 +86,20 @@ class _CallsParser(ABC):
 
     def _wait(self) -> Reading[bool]:
         """Waits for more text. Returns False at the end of the text."""
-        if not self._is_complete:
-            yield
-        return not self._is_complete
+        if self._is_last:
+            return False
+        yield
+        return True
+
+    def _show(self, text: str) -> None:
+        if self.num_calls <= self._max_calls:
+            self._parsed.content += text
 
     # ---- one call
 
-    def _start_call(self) -> None:
+    def _start_call(self, name: str | None = None) -> None:
         self._raw = ""
-        self._name: str | None = None
+        self._name = name
         self._early_arguments: str | None = None
         """Arguments that come before the name."""
         self._is_announced = False
@@ -128,41 +120,39 @@ class _CallsParser(ABC):
                 self._pass_on("{}")
         except _NotACallError:
             if self._is_announced:  # a truncated call is passed on as far as it goes
-                return None if self._is_complete else ""
+                return None if self._is_last and not self._unread else ""
             return self._raw
         return None
 
     def _read_entry(self) -> Reading[None]:
-        key = (yield from self._read_string())[1:-1]
-        if key not in _CALL_KEYS:
+        key = yield from self._read_string()
+        is_arguments, is_ignored = key in ("arguments", "parameters"), key in ("id", "type")
+        if not (is_arguments or is_ignored or key == "name"):
             raise _NotACallError
         yield from self._expect(":")
         first = yield from self._peek()
-        if key in _ARGUMENT_KEYS and first == "{":
-            yield from self._read_nested(is_arguments=True)
-        elif key in ("id", "type") and first in "{[":
-            yield from self._read_nested(is_arguments=False)
-        elif key in ("id", "type") and first in "-0123456789tfn":
+        if (is_arguments and first == "{") or (is_ignored and first in "{["):
+            yield from self._read_nested(is_arguments=is_arguments)
+            return
+        if is_ignored and first in "-0123456789tfn":
             yield from self._match(_NUMBER_OR_WORD)
-        else:
-            self._take_value(key, (yield from self._read_string()))
-
-    def _take_value(self, key: str, string: str) -> None:
-        if key in ("id", "type"):
+            return
+        string = yield from self._read_string()
+        if is_ignored:
             return
         try:
-            text = str(json.loads(string))
+            text = str(json.loads(f'"{string}"'))
         except ValueError:
             raise _NotACallError from None
-        if key != "name":
+        if is_arguments:
             self._pass_on(text)  # some models write the arguments as a string that contains JSON
-        elif text:
-            self._name = text
-            if self._early_arguments is not None:
-                self._pass_on(self._early_arguments)
-                self._early_arguments = None
-        else:
+            return
+        if not text:
             raise _NotACallError
+        self._name = text
+        if self._early_arguments is not None:
+            self._pass_on(self._early_arguments)
+            self._early_arguments = None
 
     def _read_nested(self, *, is_arguments: bool) -> Reading[None]:
         """Reads an object or a list."""
@@ -171,20 +161,15 @@ class _CallsParser(ABC):
         while True:
             length = len(self._unread)
             for place, character in enumerate(self._unread):
-                if is_escaped:
-                    is_escaped = False
-                elif in_string:
-                    is_escaped = character == "\\"
-                    in_string = character != '"'
-                elif character == '"':
-                    in_string = True
-                elif character in "{[":
-                    depth += 1
-                elif character in "}]":
-                    depth -= 1
-                    if not depth:
-                        length = place + 1
-                        break
+                if in_string:
+                    in_string = is_escaped or character != '"'
+                    is_escaped = character == "\\" and not is_escaped
+                    continue
+                in_string = character == '"'
+                depth += (character in "{[") - (character in "}]")
+                if not depth:
+                    length = place + 1
+                    break
             text = self._advance(length)
             if is_arguments:
                 self._pass_on(text)
@@ -199,11 +184,13 @@ class _CallsParser(ABC):
             self._early_arguments = (self._early_arguments or "") + arguments
         elif not self._is_announced:
             self._is_announced = True
-            calls.append(ToolCallDelta(self.num_calls, arguments, _new_call_id(), self._name))
             self.num_calls += 1
+            if self.num_calls <= self._max_calls:
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append(ToolCallDelta(self.num_calls - 1, arguments, call_id, self._name))
         elif calls and calls[-1].index == self.num_calls - 1:
             calls[-1].arguments += arguments
-        elif arguments:
+        elif arguments and self.num_calls <= self._max_calls:
             calls.append(ToolCallDelta(self.num_calls - 1, arguments))
 
     # ---- tokens
@@ -234,11 +221,9 @@ class _CallsParser(ABC):
         return character
 
     def _read_string(self) -> Reading[str]:
-        """Returns a string with its quotes."""
-        if (yield from self._peek()) != '"':
-            self._advance(1)
-            raise _NotACallError
-        return (yield from self._match(_STRING))
+        """Returns a string without its quotes."""
+        yield from self._expect('"')
+        return (yield from self._match(_STRING_REST))[:-1]
 
     def _match(self, pattern: re.Pattern[str]) -> Reading[str]:
         while (found := pattern.match(self._unread)) is None:
@@ -246,7 +231,7 @@ class _CallsParser(ABC):
         return self._advance(found.end())
 
 
-class HermesParser(_CallsParser):
+class HermesParser(ToolParser):
     """Calls between `<tool_call>` and `</tool_call>`; other text is content, without white space around the tags."""
 
     _spaces = ""
@@ -272,7 +257,7 @@ class HermesParser(_CallsParser):
                 has_more = yield from self._wait()
         self._add_content(self._unread)
         if self.num_calls == 0:
-            self._parsed.content += self._spaces
+            self._show(self._spaces)
 
     def _skip_close_tag(self) -> Reading[None]:
         while CLOSE_TAG.startswith(stripped := self._unread.lstrip()) and stripped != CLOSE_TAG:
@@ -285,12 +270,12 @@ class HermesParser(_CallsParser):
     def _add_content(self, text: str) -> None:
         body = text.rstrip()
         if body:
-            self._parsed.content += self._spaces + body
+            self._show(self._spaces + body)
             self._spaces = ""
         self._spaces += text[len(body) :]
 
 
-class JsonParser(_CallsParser):
+class JsonParser(ToolParser):
     """Calls from the first character on, one after another; text that does not start with one is all content."""
 
     def _parse(self) -> Reading[None]:
@@ -315,39 +300,29 @@ class JsonParser(_CallsParser):
                 self._unread = text + self._unread
                 break
             skipped = ""
+        self._show(skipped)
         has_more = True
         while has_more:
-            self._parsed.content += skipped + self._unread
-            skipped = self._unread = ""
+            self._show(self._advance(len(self._unread)))
             has_more = yield from self._wait()
 
 
-class ArgumentsParser:
+class ArgumentsParser(ToolParser):
     """The text is the arguments of one function, whose name is known."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self.num_calls = 0
+        super().__init__()
+        self._start_call(name)
 
-    def feed(self, text: str) -> Parsed:
-        if not text:
-            return Parsed()
-        if self.num_calls:
-            return Parsed(calls=[ToolCallDelta(0, text)])
-        self.num_calls = 1
-        return Parsed(calls=[ToolCallDelta(0, text, _new_call_id(), self._name)])
-
-    def finish(self) -> Parsed:
-        return Parsed()
-
-
-def _new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    def _parse(self) -> Reading[None]:
+        has_more = True
+        while has_more:
+            if text := self._advance(len(self._unread)):
+                self._pass_on(text)
+            has_more = yield from self._wait()
 
 
 def _partial_suffix(text: str, tag: str) -> int:
     """Returns the length of the longest end of `text` that `tag` starts with."""
-    for length in range(min(len(text), len(tag) - 1), 0, -1):
-        if tag.startswith(text[-length:]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((length for length in lengths if tag.startswith(text[-length:])), 0)

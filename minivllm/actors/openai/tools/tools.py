@@ -30,21 +30,20 @@ def call_format(template: str) -> CallFormat:
 
 
 class ToolUse:
-    """How one chat request uses tools.
+    """How one chat request uses tools. The model's chat `template` shows the format of its calls.
 
-    Args:
-        body: the request. Raises InvalidRequestError when its tools and its tool_choice contradict each other.
-        template: the model's chat template, which shows the format of its calls.
+    Raises InvalidRequestError when the tools and the tool_choice of the request contradict each other.
     """
 
     def __init__(self, body: ChatCompletionRequest, template: str) -> None:
         tools = body.tools or []
-        choice = body.tool_choice
-        if choice is None:
-            choice = "auto" if tools else "none"
+        choice = body.tool_choice or ("auto" if tools else "none")
         if not tools and choice not in ("none", "auto"):
             raise wrong_field("tool_choice", "there are no tools to choose from")
-        _check_names(tools)
+        names = [tool.function.name for tool in tools]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise wrong_field(f"tools[{place}].function.name", f"{name!r} is given twice")
         self._format = call_format(template)
         self._tools = tools if choice != "none" else []
         self._choice = choice
@@ -65,12 +64,15 @@ class ToolUse:
     def is_named(self) -> bool:
         return isinstance(self._choice, NamedToolChoice)
 
-    def grammar(self) -> StructuredOutput | None:
-        """Returns the grammar of a forced call."""
-        if not self.is_forced:
-            return None
+    def grammar(self) -> StructuredOutput:
+        """Returns the grammar of a forced call. Raises InvalidRequestError for a name that no tool has."""
         if isinstance(self._choice, NamedToolChoice):
-            schema = _parameters(self._named(self._choice.function.name))
+            name = self._choice.function.name
+            named = next((tool for tool in self._tools if tool.function.name == name), None)
+            if named is None:
+                message = f"tool_choice: there is no tool of the name {name[:100]!r} in tools"
+                raise InvalidRequestError(message, param="tool_choice.function.name")
+            schema = _parameters(named)
         else:
             key = "parameters" if self._format == "llama" else "arguments"
             schema = {"anyOf": [_call_schema(tool, key) for tool in self._tools]}
@@ -86,24 +88,7 @@ class ToolUse:
             return ArgumentsParser(self._choice.function.name)
         if self._choice == "required":
             return JsonParser()
-        max_calls = 1 if self._one_call else None
-        return JsonParser(max_calls) if self._format == "llama" else HermesParser(max_calls)
-
-    def _named(self, name: str) -> Tool:
-        for tool in self._tools:
-            if tool.function.name == name:
-                return tool
-        raise InvalidRequestError(
-            f"tool_choice: there is no tool of the name {name[:100]!r} in tools", param="tool_choice.function.name"
-        )
-
-
-def _check_names(tools: list[Tool]) -> None:
-    names: set[str] = set()
-    for place, tool in enumerate(tools):
-        if tool.function.name in names:
-            raise wrong_field(f"tools[{place}].function.name", f"{tool.function.name!r} is given twice")
-        names.add(tool.function.name)
+        return (JsonParser if self._format == "llama" else HermesParser)(max_calls=1 if self._one_call else None)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
@@ -115,14 +100,10 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 def _closed(schema: Any) -> Any:
     """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
     arguments does so until its tokens are used up."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
-        return schema
-    parts = {
-        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
-        for key, value in schema.items()
-    }
+        return [_closed(item) for item in schema] if isinstance(schema, list) else schema
+    kept = ("enum", "const", "default", "examples")
+    parts = {key: value if key in kept else _closed(value) for key, value in schema.items()}
     is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
     return {"additionalProperties": False, **parts} if is_listed and "patternProperties" not in parts else parts
 
