@@ -26,7 +26,7 @@ from minivllm.core.attention.base import paged_attention
 from minivllm.core.attention.kv_pool import KVCacheSpec
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models.gguf import gguf_read_once, gguf_weight_options
+from minivllm.core.models.gguf.transformers_patch import gguf_read_once, gguf_weight_options
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
 from minivllm.core.models.support import check_supported, context_limit, find_attention_layers, find_lm_head

@@ -250,7 +250,7 @@ def test_loading_restores_patched_transformers_and_gguf_functions(llama: Path) -
 def test_gguf_metadata_equals_that_of_the_gguf_package() -> None:
     import gguf
 
-    from minivllm.core.models.gguf import _QuickReader
+    from minivllm.core.models.gguf.transformers_patch import _QuickReader
     from minivllm.core.models.location import resolve_model
 
     path = resolve_model(EngineConfig()).gguf_path
@@ -269,7 +269,7 @@ def test_gguf_weights_equal_those_of_the_gguf_package() -> None:
     import gguf
     import numpy as np
 
-    from minivllm.core.models.gguf import gguf_read_once
+    from minivllm.core.models.gguf.transformers_patch import gguf_read_once
     from minivllm.core.models.location import resolve_model
 
     tensors = gguf.GGUFReader(resolve_model(EngineConfig()).gguf_path).tensors
