@@ -72,6 +72,10 @@ class GGUFFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
+    def error(self, reason: str) -> ModelLoadError:
+        """Returns the error for this file; `reason` continues "the GGUF file ... "."""
+        return ModelLoadError(f"the GGUF file {self.paths[0]} {reason}")
+
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
         """Opens a file, and with any part of a split file all of its parts.
