@@ -237,6 +237,8 @@ def _metadata(architecture: str, config: PreTrainedConfig) -> dict[str, Any]:
         found["rope.scaling.yarn_attn_factor"] = rope.get("attention_factor")
         found["rope.scaling.yarn_beta_fast"] = rope.get("beta_fast")
         found["rope.scaling.yarn_beta_slow"] = rope.get("beta_slow")
+    if architecture in ("gemma", "gemma2"):
+        found["rope.freq_base"] = None
     if architecture == "stablelm":
         found["use_parallel_residual"] = config.use_parallel_residual
     general = {

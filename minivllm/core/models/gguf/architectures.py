@@ -32,6 +32,7 @@ class Architecture:
         transposed: parameters that have inputs first.
         norm_offset: what the converter added to the weights of norms.
         rotates_part: the rotation may cover a part of a head.
+        longest_without_base: up to this context a file may lack the base of the rotation, which is then 10000.
         adjust: sets config fields that no table can tell.
     """
 
@@ -47,6 +48,7 @@ class Architecture:
     transposed: frozenset[str] = frozenset()
     norm_offset: int = 0
     rotates_part: bool = False
+    longest_without_base: int = 0
     adjust: Callable[[Keys, dict[str, Any]], None] = lambda keys, config: None
 
 
@@ -152,7 +154,6 @@ def _gemma2(keys: Keys, config: dict[str, Any]) -> None:
 def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
     _layer_types(keys, config, period=6)
     _query_scale(keys, config, layers_of_largest=62)
-    keys.get("rope.freq_base")  # the common default is that of the other layers
     local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10_000.0)}
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
 
@@ -160,11 +161,11 @@ def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
 def _query_scale(keys: Keys, config: dict[str, Any], layers_of_largest: int) -> None:
     """Sets the scale of the queries, which only the largest model of the family does not take from the head size."""
     if config["num_hidden_layers"] == layers_of_largest:
-        default = config["hidden_size"] / config["num_attention_heads"]
+        default = config["hidden_size"] // config["num_attention_heads"]
     else:
         default = config["head_dim"]
     scale = keys.get("attention.scale", None)
-    config["query_pre_attn_scalar"] = scale**-2 if scale else default
+    config["query_pre_attn_scalar"] = round(scale**-2) if scale else default
 
 
 def _olmo3(keys: Keys, config: dict[str, Any]) -> None:
@@ -214,6 +215,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             biases=_LLAMA_BIASES,
             tensors=_LLAMA,
             permuted=_PERMUTED,
+            longest_without_base=4096,  # Llama 1 and 2
             adjust=_llama,
         ),
     ),
@@ -251,7 +253,16 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             tensors={**_LLAMA_MOE, **_QK_NORMS},
         ),
     ),
-    "gemma": (Architecture(model_type="gemma", keys=_RMS_NORM, fixed=_GEMMA_FIXED, tensors=_LLAMA, norm_offset=1),),
+    "gemma": (
+        Architecture(
+            model_type="gemma",
+            keys=_RMS_NORM,
+            fixed=_GEMMA_FIXED,
+            tensors=_LLAMA,
+            norm_offset=1,
+            longest_without_base=8192,
+        ),
+    ),
     "gemma2": (
         Architecture(
             model_type="gemma2",
@@ -264,6 +275,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             fixed=_GEMMA_FIXED,
             tensors={**_ATTENTION, **_NORMS_AROUND, **_GATED_MLP},
             norm_offset=1,
+            longest_without_base=8192,
             adjust=_gemma2,
         ),
     ),
@@ -389,7 +401,12 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
     if keys.get("attention.value_length", head_dim) != head_dim:
         raise file.error("has keys and values of different sizes, which cannot be served")
     config["head_dim"] = head_dim
-    config["rope_parameters"] = rope_parameters(keys, head_dim, architecture.rotates_part)
+    config["rope_parameters"] = rope_parameters(
+        keys,
+        head_dim,
+        rotates_part=architecture.rotates_part,
+        longest_without_base=architecture.longest_without_base,
+    )
     config |= {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["vocab_size"] = _vocab_size(file, keys)

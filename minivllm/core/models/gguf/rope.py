@@ -11,9 +11,10 @@ from minivllm.core.models.gguf.keys import Keys
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-def rope_parameters(keys: Keys, head_dim: int, rotates_part: bool) -> dict[str, Any]:
+def rope_parameters(keys: Keys, head_dim: int, *, rotates_part: bool, longest_without_base: int) -> dict[str, Any]:
     """Returns `rope_parameters` without the factors of `rope_freqs.weight`, which divide the frequencies afterwards."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", 10_000.0)}
+    default = (10_000.0,) if keys.get("context_length") <= longest_without_base else ()
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base", *default)}
     dimensions = keys.get("rope.dimension_count", head_dim)
     if dimensions != head_dim:
         rope["partial_rotary_factor"] = dimensions / head_dim
@@ -30,7 +31,7 @@ def _scaling(keys: Keys) -> dict[str, Any]:
     if kind == "yarn":
         return _yarn(keys)
     if kind not in (None, "none", "linear"):
-        raise keys.file.error(f"has the rope scaling {kind!r}, which is not understood")
+        raise keys.file.error(f"has rope.scaling.type = {kind!r}, which is not understood")
     if kind is not None:
         keys.get("rope.scaling.original_context_length", None)  # says nothing to the other kinds
     if kind == "linear":

@@ -35,7 +35,11 @@ _LAYER = re.compile(r"\.(\d+)\.")
 def load_config(file: GGUFFile) -> PreTrainedConfig:
     """Returns the transformers config of a file; raises as `config_fields`."""
     model_type, fields = config_fields(file)
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # transformers validates with errors of several kinds, of several lines
+        reason = " ".join(str(error).split())
+        raise file.error(f"has metadata that makes no {model_type} config: {reason}") from error
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return config
 
