@@ -13,181 +13,20 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    ArceeConfig,
-    Cohere2Config,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GraniteConfig,
-    GraniteMoeSharedConfig,
-    LlamaConfig,
-    Ministral3Config,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoConfig,
-    OlmoeConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models.gguf.dequantize import can_dequantize, dequantize
+from minivllm.core.models.gguf.architectures import ARCHITECTURES
+from minivllm.core.models.gguf.dequantize import dequantize
 from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.gguf.weights import load_config
 from minivllm.core.models.loader import load_model
 from minivllm.core.models.location import resolve_model
 from tests.engine.gguf_files import Content, converted, random_model
+from tests.engine.gguf_models import COMMON, MODELS, MOE, PAGE, QUANTIZATIONS, page
+from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import VOCAB_SIZE, reference_logits
-
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_BIASES = {"attention_bias": True, "mlp_bias": True}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [2.0, 3.0, 4.0],
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 64,
-}
-_GRANITE = {
-    "attention_multiplier": 0.25,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
-}
-
-
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10_000.0, **more}
-
-
-MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON),
-    "llama, tied embeddings": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
-    "llama, biases": lambda: LlamaConfig(**_COMMON, **_BIASES),
-    "llama, head size": lambda: LlamaConfig(**_COMMON, head_dim=16),
-    "llama, other rope base": lambda: LlamaConfig(**_COMMON, rope_parameters=_rope("default", rope_theta=500.0)),
-    "llama, linear rope": lambda: LlamaConfig(**_COMMON, rope_parameters=_rope("linear", factor=4.0)),
-    "llama, yarn": lambda: LlamaConfig(**_COMMON, rope_parameters=_YARN),
-    "llama, yarn with all settings": lambda: LlamaConfig(
-        **_COMMON, rope_parameters={**_YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
-    ),
-    "llama 3.1": lambda: LlamaConfig(**_COMMON, rope_parameters=_LLAMA3),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=None),
-    "mistral, sliding window": lambda: MistralConfig(**_COMMON, sliding_window=9),
-    "mixtral": lambda: MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
-    "qwen2, yarn": lambda: Qwen2Config(**_COMMON, rope_parameters=_YARN),
-    "qwen2moe": lambda: Qwen2MoeConfig(**_COMMON, **_MOE, shared_expert_intermediate_size=40),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "qwen3, biases": lambda: Qwen3Config(**_COMMON, head_dim=16, attention_bias=True),
-    "qwen3moe": lambda: Qwen3MoeConfig(**_COMMON, **_MOE, head_dim=16, norm_topk_prob=True),
-    "gemma": lambda: GemmaConfig(**_COMMON, head_dim=16),
-    "gemma2": lambda: Gemma2Config(
-        **{**_COMMON, "num_hidden_layers": 3},
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=9,
-        attn_logit_softcapping=1.5,
-        final_logit_softcapping=2.0,
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **{**_COMMON, "num_hidden_layers": 7},
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=9,
-        rope_parameters={
-            "full_attention": _rope("linear", rope_theta=1_000.0, factor=8.0),
-            "sliding_attention": _rope("default"),
-        },
-    ),
-    "phi3": lambda: Phi3Config(**_COMMON, original_max_position_embeddings=256),
-    "phi3, sliding window": lambda: Phi3Config(**_COMMON, original_max_position_embeddings=256, sliding_window=9),
-    "phi3, partial rotation and longrope": lambda: Phi3Config(
-        **_COMMON, original_max_position_embeddings=64, rope_parameters=_LONGROPE
-    ),
-    "starcoder2": lambda: Starcoder2Config(**_COMMON),
-    "smollm3": lambda: SmolLM3Config(**{**_COMMON, "num_hidden_layers": 5}),
-    "granite": lambda: GraniteConfig(**_COMMON, **_GRANITE),
-    "granitemoe": lambda: GraniteMoeSharedConfig(**_COMMON, **_GRANITE, num_local_experts=4, num_experts_per_tok=2),
-    "granitemoe, shared experts": lambda: GraniteMoeSharedConfig(
-        **_COMMON, **_GRANITE, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=40
-    ),
-    "olmo2": lambda: Olmo2Config(**_COMMON),
-    "olmo3": lambda: Olmo3Config(**{**_COMMON, "num_hidden_layers": 5}, sliding_window=9),
-    "olmo": lambda: OlmoConfig(**_COMMON),
-    "olmo, clipped": lambda: OlmoConfig(**_COMMON, clip_qkv=0.5),
-    "olmoe": lambda: OlmoeConfig(**_COMMON, num_experts=4, num_experts_per_tok=2),
-    "ministral3": lambda: Ministral3Config(
-        **_COMMON,
-        head_dim=16,
-        rope_parameters={
-            **_YARN,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    ),
-    "command-r": lambda: CohereConfig(**_COMMON, logit_scale=0.5),
-    "command-r, norms of queries and keys": lambda: CohereConfig(**_COMMON, logit_scale=0.5, use_qk_norm=True),
-    "cohere2": lambda: Cohere2Config(**{**_COMMON, "num_hidden_layers": 5}, logit_scale=0.5, sliding_window=9),
-    "arcee": lambda: ArceeConfig(**_COMMON),
-    "seed_oss": lambda: SeedOssConfig(**_COMMON, head_dim=16),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=48,
-        n_layer=2,
-        n_head=6,
-        n_inner=64,
-        n_positions=256,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-}
-"""Each architecture and feature that GGUF files can have here."""
 
 TOKENS = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -215,6 +54,29 @@ def test_file_of_each_architecture_equals_the_model_it_was_made_from(name: str, 
     assert_same_logits(eager_logits(load(path)), eager_logits(original))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma3, linear rope of the layers without window",
+        "llama, factors of Llama 3.1",
+        "llama, experts of mixtral",
+        "mistral3, yarn and temperature scale",
+        "phi3, partial rotation and longrope",
+    ],
+)
+def test_engine_generates_what_the_original_model_does(name: str, tmp_path: Path) -> None:
+    original = random_model(MODELS[name]())
+    path = converted(original).save(tmp_path / "tiny.gguf")
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 4, "num_blocks": 40}
+    run = WatchedRun(EngineConfig(model=str(path), max_num_batched_tokens=11, **options))
+    run.add("one", TOKENS, greedy(8))
+    run.run_on()
+    token_ids = list(TOKENS)
+    for _ in range(8):
+        token_ids.append(int(reference_logits(original, token_ids)[-1].argmax()))
+    assert run.tokens["one"] == token_ids[len(TOKENS) :]
+
+
 # -- nothing without an effect -----------------------------------------------------------------------------------------
 
 ABSENCE_HAS_A_MEANING = {
@@ -225,6 +87,7 @@ ABSENCE_HAS_A_MEANING = {
     "llama.rope.scaling.yarn_attn_factor": "follows from the factor",
     "llama.rope.scaling.yarn_beta_fast": "32",
     "llama.rope.scaling.yarn_beta_slow": "1",
+    "olmo.attention.clamp_kqv": "no clipping, as in most of the family",
 }
 """What a complete file of another model may lack: without it, such a file cannot be told from a good one."""
 
@@ -237,7 +100,7 @@ def originals() -> dict[str, tuple[Content, torch.Tensor]]:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_file_without_one_key_or_tensor_is_equal_or_refused(
     data: st.DataObject, originals: dict[str, tuple[Content, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -301,6 +164,20 @@ def test_notes_and_features_left_off_change_nothing(notes: dict[str, Any], llama
     assert_same_logits(eager_logits(noted), eager_logits(plain))
 
 
+def test_dense_granite_4_is_granite(tmp_path: Path) -> None:
+    original = random_model(MODELS["granite"]())
+    content = converted(original)
+    content.metadata |= {
+        "granite.attention.head_count_kv": [2, 2],
+        "granite.expert_count": 0,
+        "granite.expert_used_count": 0,
+        "granite.expert_shared_feed_forward_length": 64,
+        "granite.rope.scaling.finetuned": True,
+        "granite.ssm.conv_kernel": 4,
+    }
+    assert_same_logits(eager_logits(load(content.save(tmp_path / "tiny.gguf"))), eager_logits(original))
+
+
 def test_tensor_of_another_shape_is_refused_with_both_shapes(llama: Content, tmp_path: Path) -> None:
     tensors = {**llama.tensors, "blk.1.ffn_up.weight": llama.tensors["blk.1.ffn_up.weight"][:-1]}
     path = Content("llama", llama.metadata, tensors).save(tmp_path / "tiny.gguf")
@@ -309,7 +186,7 @@ def test_tensor_of_another_shape_is_refused_with_both_shapes(llama: Content, tmp
 
 
 def test_llama_3_1_without_its_rope_factors_is_refused(tmp_path: Path) -> None:
-    content = converted(random_model(MODELS["llama 3.1"]()))
+    content = converted(random_model(MODELS["llama, factors of Llama 3.1"]()))
     content.metadata |= {"llama.rope.freq_base": 500_000.0, "llama.context_length": 131_072}
     del content.tensors["rope_freqs.weight"]
     with pytest.raises(ModelLoadError, match=r"lacks the tensor 'rope_freqs\.weight'"):
@@ -320,10 +197,27 @@ def test_llama_3_1_without_its_rope_factors_is_refused(tmp_path: Path) -> None:
 def test_largest_gemma_scales_queries_by_width_per_head(
     family: str, num_layers: int, expected: float, tmp_path: Path
 ) -> None:
-    content = converted(random_model(MODELS[family]()))
+    content = converted(random_model(next(make() for name, make in MODELS.items() if name.startswith(family))))
     content.metadata[f"{family}.block_count"] = num_layers
     file = GGUFFile.open(content.save(tmp_path / "tiny.gguf"))
     assert load_config(file).query_pre_attn_scalar == expected
+
+
+@pytest.mark.parametrize(("context", "window"), [(4096, 2047), (131_072, None)])
+def test_first_files_of_phi3_have_the_window_of_their_context(context: int, window: int | None, tmp_path: Path) -> None:
+    content = converted(random_model(MODELS["phi3"]()))
+    content.metadata |= {"phi3.context_length": context, "phi3.rope.scaling.original_context_length": context}
+    del content.metadata["phi3.attention.sliding_window"]
+    assert load_config(GGUFFile.open(content.save(tmp_path / "tiny.gguf"))).sliding_window == window
+
+
+def test_mistral3_without_yarn_is_mistral(tmp_path: Path) -> None:
+    original = random_model(MODELS["llama, as mistral"]())
+    content = converted(original)
+    metadata = {key.replace("llama.", "mistral3."): value for key, value in content.metadata.items()}
+    metadata["general.architecture"] = "mistral3"
+    path = Content("mistral3", metadata, content.tensors).save(tmp_path / "tiny.gguf")
+    assert_same_logits(eager_logits(load(path)), eager_logits(original))
 
 
 def test_eos_and_recommended_sampling_come_from_the_file(llama: Content, tmp_path: Path) -> None:
@@ -334,24 +228,30 @@ def test_eos_and_recommended_sampling_come_from_the_file(llama: Content, tmp_pat
     assert loaded.generation_defaults == {"temperature": 0.5, "top_k": 7}
 
 
-@pytest.mark.parametrize("architecture", ["llama4", "no-such-architecture"])
+@pytest.mark.parametrize("architecture", ["llama4", "glm4", "no-such-architecture"])
 def test_unknown_architecture_is_refused_with_its_name(architecture: str, llama: Content, tmp_path: Path) -> None:
     metadata = {**llama.metadata, "general.architecture": architecture}
     path = Content(architecture, metadata, llama.tensors).save(tmp_path / "tiny.gguf")
-    with pytest.raises(ModelLoadError, match=f"architecture '{architecture}', which is not read from GGUF"):
+    with pytest.raises(ModelLoadError, match=f"architecture '{architecture}', which is not read from GGUF") as caught:
         load(path)
+    assert ("safetensors version" in str(caught.value)) is (architecture == "glm4")
+
+
+def test_every_architecture_and_quantization_is_documented() -> None:
+    assert set(ARCHITECTURES) == {
+        converted(random_model(make_config())).architecture for make_config in MODELS.values()
+    }
+    assert PAGE.read_text() == page(), "run: python -m tests.engine.gguf_models"
 
 
 # -- quantized weights -------------------------------------------------------------------------------------------------
-
-QUANTIZATIONS = sorted((kind for kind in GGMLQuantizationType if can_dequantize(kind)), key=lambda kind: kind.name)
 
 
 @pytest.fixture(scope="module")
 def wide() -> Content:
     """A model whose rows have one block of 256 values, as the K quantizations need."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
-    return converted(random_model(LlamaConfig(**{**_COMMON, **sizes})))
+    return converted(random_model(LlamaConfig(**{**COMMON, **sizes})))
 
 
 @pytest.mark.parametrize("kind", QUANTIZATIONS, ids=lambda kind: kind.name)
@@ -369,7 +269,7 @@ def test_quantized_weights_equal_their_dequantized_values(
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.BF16], ids=lambda kind: kind.name)
 def test_quantized_experts_equal_their_dequantized_values(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    content = converted(random_model(Qwen3MoeConfig(**{**_COMMON, **_MOE, **sizes}, head_dim=16)))
+    content = converted(random_model(Qwen3MoeConfig(**{**COMMON, **MOE, **sizes}, head_dim=16)))
     quantized = content.quantized(kind)
     ours = load(quantized.save(tmp_path / "quantized.gguf"))
     theirs = load(quantized.dequantized().save(tmp_path / "plain.gguf"))

@@ -24,6 +24,7 @@ class Architecture:
         keys: required metadata keys and their config fields, besides `COMMON_KEYS`.
         optional: config fields of keys that may be absent, with the value that holds then.
         accepted: keys of features that this architecture always or never has, with the values that say so.
+        ignored: keys that say nothing about models of this architecture.
         fixed: config fields that the file does not tell.
         biases: config fields that say whether there are biases, and a tensor of the first layer that tells.
         tensors: parameters of the model and the tensors that fill them, several of them one after the other along the
@@ -41,6 +42,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     tensors: Tensors
@@ -62,7 +64,7 @@ COMMON_KEYS = {
 
 _RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-_SOFTMAX_GATE = {"{arch}.expert_gating_func": (1,)}
+_SOFTMAX_GATE = {"{arch}.expert_gating_func": (1,), "{arch}.expert_weights_norm": (True,)}
 
 _LAYER = "model.layers.*"
 _ATTENTION: Tensors = {
@@ -123,6 +125,15 @@ _GRANITE_KEYS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_OF_OTHER_GRANITE_4 = (
+    "expert_shared_feed_forward_length",
+    "ssm.conv_kernel",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+)
+"""Keys of experts and Mamba layers, which the converter also writes for those of Granite 4 that have neither."""
 
 
 def _has(key: str) -> Callable[[GGUFFile], bool]:
@@ -175,12 +186,19 @@ def _olmo3(keys: Keys, config: dict[str, Any]) -> None:
     config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
 
 
+_WINDOWS_OF_PHI3 = {4096: 2047, 131_072: 0}
+"""Sliding window by context length, as llama.cpp has it."""
+
+
 def _phi3(keys: Keys, config: dict[str, Any]) -> None:
-    config["sliding_window"] = config["sliding_window"] or None  # 0 is Phi-4, without one
+    context = config["max_position_embeddings"]
+    # The first files of Phi-3 lack the window.
+    default = (_WINDOWS_OF_PHI3[context],) if context in _WINDOWS_OF_PHI3 else ()
+    config["sliding_window"] = keys.get("attention.sliding_window", *default) or None  # 0 is Phi-4, without one
     keys.get("rope.dimension_count")  # without it the rotated part of a head would be unknown
-    original = keys.get("rope.scaling.original_context_length")
+    original = keys.get("rope.scaling.original_context_length", context)
     config["original_max_position_embeddings"] = original
-    if config["rope_parameters"]["rope_type"] == "default" and original < config["max_position_embeddings"]:
+    if config["rope_parameters"]["rope_type"] == "default" and original < context:
         raise keys.file.error("lacks the tensors rope_factors_long.weight and rope_factors_short.weight")
 
 
@@ -251,7 +269,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
             },
-            accepted=_SOFTMAX_GATE,
+            accepted={**_SOFTMAX_GATE, "{arch}.expert_weights_norm": (False,)},
             fixed={**_NO_WINDOW, "norm_topk_prob": False},
             tensors={**_LLAMA_MOE, **_SHARED_EXPERT},
         ),
@@ -315,7 +333,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "phi3": (
         Architecture(
             model_type="phi3",
-            keys={**_RMS_NORM, "attention.sliding_window": "sliding_window"},
+            keys=_RMS_NORM,
+            longest_without_base=4096,
             tensors={
                 **_ATTENTION,
                 **_NORMS_BEFORE,
@@ -356,6 +375,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
         Architecture(
             model_type="granite",
             keys=_GRANITE_KEYS,
+            ignored=_OF_OTHER_GRANITE_4,
             accepted={"{arch}.rope.scaling.finetuned": (True,)},
             biases=_LLAMA_BIASES,
             tensors=_LLAMA,
@@ -441,6 +461,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
         Architecture(
             model_type="olmoe",
             keys={**_RMS_NORM, **_EXPERTS},
+            accepted={**_SOFTMAX_GATE, "{arch}.expert_weights_norm": (False,)},
             fixed={"norm_topk_prob": False},
             tensors={**_LLAMA_MOE, **_QK_NORMS},
         ),
@@ -475,6 +496,12 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
 }
 
 
+_SERVED_FROM_SAFETENSORS = frozenset(
+    {"afmoe", "apertus", "ernie4_5", "ernie4_5-moe", "exaone-moe", "exaone4", "glm4", "glm4moe", "gptneox"}
+    | {"hunyuan-dense", "hunyuan-moe", "jais2", "minimax-m2", "nemotron", "phi2", "starcoder"}
+)
+
+
 def choose_architecture(file: GGUFFile) -> Architecture:
     """Returns the table for a file; raises ModelLoadError if there is none."""
     if not file.architecture:
@@ -482,9 +509,10 @@ def choose_architecture(file: GGUFFile) -> Architecture:
     for architecture in ARCHITECTURES.get(file.architecture, ()):
         if architecture.when(file):
             return architecture
+    hint = "; its safetensors version can be served" if file.architecture in _SERVED_FROM_SAFETENSORS else ""
     raise file.error(
         f"has the architecture {file.architecture!r}, which is not read from GGUF files "
-        f"({', '.join(ARCHITECTURES)} are)"
+        f"({', '.join(ARCHITECTURES)} are){hint}"
     )
 
 
@@ -520,7 +548,9 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     config["pad_token_id"] = None  # batches are packed, not padded
     architecture.adjust(keys, config)
-    keys.accept(dict(architecture.accepted))
+    for key in architecture.ignored:
+        keys.get(key, None)
+    keys.accept(architecture.accepted)
     keys.check_all_used()
     return architecture.model_type, config
 

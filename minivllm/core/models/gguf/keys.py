@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minivllm.core.models.gguf.file import GGUFFile
 
 IGNORED_PREFIXES = {
+    "general.": "describes the file; architecture, alignment and sampling are read elsewhere",
     "tokenizer.": "the tokenizer's, read with it",
-    "general.base_model.": "description",
-    "general.dataset.": "description",
-    "general.source.": "description",
-    "general.sampling.": "defaults of requests, read with the generation config",
     "quantize.": "how the file was quantized",
     "mradermacher.": "who quantized the file",
 }
 """Prefixes of keys that do not change the model, each with the reason."""
-
-IGNORED_KEYS = {
-    "general.architecture": "chooses the table",
-    "general.alignment": "read with the tensors",
-    "general.file_type": "description: each tensor has its own type",
-    "general.name": "description",
-    "general.author": "description",
-    "general.version": "description",
-    "general.organization": "description",
-    "general.finetune": "description",
-    "general.basename": "description",
-    "general.description": "description",
-    "general.quantized_by": "description",
-    "general.size_label": "description",
-    "general.parameter_count": "description",
-    "general.license": "description",
-    "general.license.name": "description",
-    "general.license.link": "description",
-    "general.url": "description",
-    "general.doi": "description",
-    "general.uuid": "description",
-    "general.repo_url": "description",
-    "general.tags": "description",
-    "general.languages": "description",
-    "general.datasets": "description",
-    "general.base_model": "description",
-}
-"""Keys that do not change the model, each with the reason."""
 
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "general.type": ("model",),
@@ -57,6 +26,7 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "{arch}.expert_used_count": (0,),
     "{arch}.expert_group_count": (0, 1),
     "{arch}.expert_group_used_count": (0, 1),
+    "{arch}.expert_shared_feed_forward_length": (0,),
     "{arch}.expert_weights_scale": (0.0, 1.0),
     "{arch}.leading_dense_block_count": (0,),
     "{arch}.nextn_predict_layers": (0,),
@@ -96,7 +66,7 @@ class Keys:
             value = value[0]
         return value
 
-    def accept(self, values: dict[str, tuple[Any, ...]]) -> None:
+    def accept(self, values: Mapping[str, tuple[Any, ...]]) -> None:
         """Raises ModelLoadError where a key is present and has none of the given values."""
         for pattern, accepted in values.items():
             key = pattern.format(arch=self.file.architecture)
@@ -110,8 +80,7 @@ class Keys:
         """Raises ModelLoadError if the file has a key that has no effect here; names it."""
         self.accept(ACCEPTED_VALUES)
         ignored = tuple(IGNORED_PREFIXES)
-        left = [key for key in self.file.metadata if key not in self._used and key not in IGNORED_KEYS]
-        if unknown := [key for key in left if not key.startswith(ignored)]:
+        if unknown := [key for key in self.file.metadata if key not in self._used and not key.startswith(ignored)]:
             raise self.file.error(f"has metadata that is not understood: {listed(unknown)}")
 
 

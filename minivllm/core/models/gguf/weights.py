@@ -21,6 +21,11 @@ from minivllm.core.models.gguf.rope import LONG_FACTORS, SHORT_FACTORS
 _VALUES_AT_ONCE = 1 << 18
 """Dequantized together: enough that numpy's work exceeds Python's, few enough for the CPU's cache."""
 
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 _ROPE_FREQS = "rope_freqs.weight"
 _SAMPLING = {
     "temp": "temperature",
@@ -140,11 +145,15 @@ def _fill(target: torch.Tensor, data: npt.NDArray[np.uint8], kind: GGMLQuantizat
     step = max(1, _VALUES_AT_ONCE // target.shape[-1])
     for start in range(0, len(data), step):
         part = target[start : start + step]
-        values = dequantize_blocks(data[start : start + step], kind).reshape(part.shape)
-        if offset:
-            values = values - offset
-        # torch warns of read-only arrays, as views of the mapped file are
-        part.copy_(torch.from_numpy(values if values.flags.writeable else values.copy()))
+        values = _values(data[start : start + step], kind).view(part.shape)
+        part.copy_(values.float() - offset if offset else values)
+
+
+def _values(data: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> torch.Tensor:
+    dtype = _PLAIN.get(kind)
+    if dtype is None:
+        return torch.from_numpy(dequantize_blocks(data, kind))
+    return torch.from_numpy(data.copy()).view(dtype)  # torch warns of arrays that it cannot write
 
 
 def _apply_rope_freqs(model: PreTrainedModel, file: GGUFFile) -> set[str]:
