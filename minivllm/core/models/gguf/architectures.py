@@ -11,9 +11,22 @@ from typing import Any, Literal
 
 from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.gguf.keys import Keys
-from minivllm.core.models.gguf.rope import rope_parameters
-
-Tensors = Mapping[str, str | tuple[str, ...]]
+from minivllm.core.models.gguf.tensor_names import (
+    ATTENTION,
+    COHERE,
+    GATED_MLP,
+    GPT2,
+    GRANITE_MOE,
+    LAYER,
+    LLAMA,
+    LLAMA_MOE,
+    NORMS_AROUND,
+    NORMS_BEFORE,
+    PERMUTED,
+    QK_NORMS,
+    SHARED_EXPERT,
+    Tensors,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +34,18 @@ class Architecture:
     """How one GGUF architecture maps to one transformers model type.
 
     Attributes:
-        keys: required metadata keys and their config fields, besides `COMMON_KEYS`.
+        keys: required metadata keys and their config fields, besides those of every architecture.
         optional: config fields of keys that may be absent, with the value that holds then.
         accepted: keys of features that this architecture always or never has, with the values that say so.
         ignored: keys that say nothing about models of this architecture.
         fixed: config fields that the file does not tell.
         biases: config fields that say whether there are biases, and a tensor of the first layer that tells.
-        tensors: parameters of the model and the tensors that fill them, several of them one after the other along the
-            last dimension but one. `*` is a layer; without a suffix it holds for `.weight` and `.bias`.
+        tensors: parameters of the model and the tensors that fill them, as in `tensor_names`.
         permuted: parameters whose rows the converter reordered so that the two halves of a rotation are neighbours.
         transposed: parameters that have inputs first.
         norm_offset: what the converter added to the weights of norms.
         rotation: how much of a head rotary embeddings may rotate: the "whole", a "part" or "none".
+        window_period: all layers have a sliding window but each `window_period`-th, unless the file tells them itself.
         longest_without_base: up to this context a file may lack the base of the rotation, which is then 10000.
         adjust: sets config fields that no table can tell.
     """
@@ -50,73 +63,15 @@ class Architecture:
     transposed: frozenset[str] = frozenset()
     norm_offset: int = 0
     rotation: Literal["whole", "part", "none"] = "whole"
+    window_period: int | None = None
     longest_without_base: int = 0
     adjust: Callable[[Keys, dict[str, Any]], None] = lambda keys, config: None
 
-
-COMMON_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-}
 
 _RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _SOFTMAX_GATE = {"{arch}.expert_gating_func": (1,), "{arch}.expert_weights_norm": (True,)}
 
-_LAYER = "model.layers.*"
-_ATTENTION: Tensors = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    f"{_LAYER}.self_attn.q_proj": "blk.*.attn_q",
-    f"{_LAYER}.self_attn.k_proj": "blk.*.attn_k",
-    f"{_LAYER}.self_attn.v_proj": "blk.*.attn_v",
-    f"{_LAYER}.self_attn.o_proj": "blk.*.attn_output",
-}
-_NORMS_BEFORE: Tensors = {
-    f"{_LAYER}.input_layernorm": "blk.*.attn_norm",
-    f"{_LAYER}.post_attention_layernorm": "blk.*.ffn_norm",
-}
-_QK_NORMS: Tensors = {
-    f"{_LAYER}.self_attn.q_norm": "blk.*.attn_q_norm",
-    f"{_LAYER}.self_attn.k_norm": "blk.*.attn_k_norm",
-}
-_GATED_MLP: Tensors = {
-    f"{_LAYER}.mlp.gate_proj": "blk.*.ffn_gate",
-    f"{_LAYER}.mlp.up_proj": "blk.*.ffn_up",
-    f"{_LAYER}.mlp.down_proj": "blk.*.ffn_down",
-}
-_EXPERT_TENSORS = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
-_MOE: Tensors = {
-    f"{_LAYER}.mlp.gate": "blk.*.ffn_gate_inp",
-    f"{_LAYER}.mlp.experts.gate_up_proj": _EXPERT_TENSORS,
-    f"{_LAYER}.mlp.experts.down_proj": "blk.*.ffn_down_exps.weight",
-}
-_SHARED_EXPERT: Tensors = {
-    f"{_LAYER}.mlp.shared_expert_gate": "blk.*.ffn_gate_inp_shexp",
-    f"{_LAYER}.mlp.shared_expert.gate_proj": "blk.*.ffn_gate_shexp",
-    f"{_LAYER}.mlp.shared_expert.up_proj": "blk.*.ffn_up_shexp",
-    f"{_LAYER}.mlp.shared_expert.down_proj": "blk.*.ffn_down_shexp",
-}
-_GRANITE_MOE: Tensors = {
-    f"{_LAYER}.block_sparse_moe.router": "blk.*.ffn_gate_inp",
-    f"{_LAYER}.block_sparse_moe.experts.gate_up_proj": _EXPERT_TENSORS,
-    f"{_LAYER}.block_sparse_moe.experts.down_proj": "blk.*.ffn_down_exps.weight",
-    f"{_LAYER}.shared_mlp.input_linear": ("blk.*.ffn_gate_shexp", "blk.*.ffn_up_shexp"),
-    f"{_LAYER}.shared_mlp.output_linear": "blk.*.ffn_down_shexp",
-}
-_NORMS_AROUND: Tensors = {
-    f"{_LAYER}.input_layernorm": "blk.*.attn_norm",
-    f"{_LAYER}.post_attention_layernorm": "blk.*.post_attention_norm",
-    f"{_LAYER}.pre_feedforward_layernorm": "blk.*.ffn_norm",
-    f"{_LAYER}.post_feedforward_layernorm": "blk.*.post_ffw_norm",
-}
-_LLAMA = {**_ATTENTION, **_NORMS_BEFORE, **_GATED_MLP}
-_LLAMA_MOE = {**_ATTENTION, **_NORMS_BEFORE, **_MOE}
-_PERMUTED = frozenset({f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.self_attn.k_proj"})
 _LLAMA_BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
 _GRANITE_KEYS = {
     **_RMS_NORM,
@@ -140,17 +95,6 @@ def _has(key: str) -> Callable[[GGUFFile], bool]:
     return lambda file: bool(file.metadata.get(f"{file.architecture}.{key}"))
 
 
-def _layer_types(keys: Keys, config: dict[str, Any], period: int | None) -> None:
-    """Sets which layers have a sliding window: all but each `period`-th, unless the file tells the layers itself."""
-    pattern = keys.get("attention.sliding_window_pattern", period)
-    layers = range(config["num_hidden_layers"])
-    if not isinstance(pattern, list):
-        pattern = [(layer + 1) % pattern != 0 for layer in layers]
-    elif len(pattern) != len(layers):
-        raise keys.file.error(f"has a sliding_window_pattern of {len(pattern)} layers and {len(layers)} layers")
-    config["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
-
-
 def _llama(keys: Keys, config: dict[str, Any]) -> None:
     is_llama3 = config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500_000.0}
     if is_llama3 and config["max_position_embeddings"] == 131_072 and "rope_freqs.weight" not in keys.file.tensors:
@@ -158,29 +102,24 @@ def _llama(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def _gemma2(keys: Keys, config: dict[str, Any]) -> None:
-    _layer_types(keys, config, period=2)
-    _query_scale(keys, config, layers_of_largest=46)
+    config["query_pre_attn_scalar"] = _query_scalar(keys, config, layers_of_largest=46)
 
 
 def _gemma3(keys: Keys, config: dict[str, Any]) -> None:
-    _layer_types(keys, config, period=6)
-    _query_scale(keys, config, layers_of_largest=62)
+    config["query_pre_attn_scalar"] = _query_scalar(keys, config, layers_of_largest=62)
     local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10_000.0)}
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
 
 
-def _query_scale(keys: Keys, config: dict[str, Any], layers_of_largest: int) -> None:
-    """Sets the scale of the queries, which only the largest model of the family does not take from the head size."""
-    if config["num_hidden_layers"] == layers_of_largest:
-        default = config["hidden_size"] // config["num_attention_heads"]
-    else:
-        default = config["head_dim"]
-    scale = keys.get("attention.scale", None)
-    config["query_pre_attn_scalar"] = round(scale**-2) if scale else default
+def _query_scalar(keys: Keys, config: dict[str, Any], layers_of_largest: int) -> int:
+    """Returns the head size, and for the largest model of the family the width per head, which differ there only."""
+    if scale := keys.get("attention.scale", None):
+        return round(float(scale) ** -2)
+    is_largest = config["num_hidden_layers"] == layers_of_largest
+    return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
 
 
 def _olmo3(keys: Keys, config: dict[str, Any]) -> None:
-    _layer_types(keys, config, period=4)
     full = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", full["rope_theta"])}
     config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
@@ -202,32 +141,11 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> None:
         raise keys.file.error("lacks the tensors rope_factors_long.weight and rope_factors_short.weight")
 
 
-def _cohere2(keys: Keys, config: dict[str, Any]) -> None:
-    _layer_types(keys, config, period=4)
-
-
 def _ministral3(keys: Keys, config: dict[str, Any]) -> None:
     config["rope_parameters"]["llama_4_scaling_beta"] = keys.get("attention.temperature_scale")
     keys.get("rope.scaling.yarn_log_multiplier")
 
 
-def _starcoder2(keys: Keys, config: dict[str, Any]) -> None:
-    config["sliding_window"] = keys.get("attention.sliding_window", None)
-
-
-_COHERE: Tensors = {f"{_LAYER}.input_layernorm": "blk.*.attn_norm", **_ATTENTION, **_GATED_MLP}
-_GPT2: Tensors = {
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "lm_head": "output",
-    "transformer.h.*.ln_1": "blk.*.attn_norm",
-    "transformer.h.*.attn.c_attn": "blk.*.attn_qkv",
-    "transformer.h.*.attn.c_proj": "blk.*.attn_output",
-    "transformer.h.*.ln_2": "blk.*.ffn_norm",
-    "transformer.h.*.mlp.c_fc": "blk.*.ffn_up",
-    "transformer.h.*.mlp.c_proj": "blk.*.ffn_down",
-}
 _GEMMA_FIXED = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 
@@ -239,27 +157,27 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys={**_RMS_NORM, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
             optional={"attention.sliding_window": ("sliding_window", None)},
             accepted=_SOFTMAX_GATE,
-            tensors=_LLAMA_MOE,
-            permuted=_PERMUTED,
+            tensors=LLAMA_MOE,
+            permuted=PERMUTED,
         ),
         Architecture(
             model_type="mistral",
             when=_has("attention.sliding_window"),
             keys={**_RMS_NORM, "attention.sliding_window": "sliding_window"},
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
         ),
         Architecture(
             model_type="llama",
             keys=_RMS_NORM,
             biases=_LLAMA_BIASES,
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
             longest_without_base=4096,  # Llama 1 and 2
             adjust=_llama,
         ),
     ),
-    "qwen2": (Architecture(model_type="qwen2", keys=_RMS_NORM, fixed=_NO_WINDOW, tensors=_LLAMA),),
+    "qwen2": (Architecture(model_type="qwen2", keys=_RMS_NORM, fixed=_NO_WINDOW, tensors=LLAMA),),
     "qwen2moe": (
         Architecture(
             model_type="qwen2_moe",
@@ -271,7 +189,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             },
             accepted={**_SOFTMAX_GATE, "{arch}.expert_weights_norm": (False,)},
             fixed={**_NO_WINDOW, "norm_topk_prob": False},
-            tensors={**_LLAMA_MOE, **_SHARED_EXPERT},
+            tensors={**LLAMA_MOE, **SHARED_EXPERT},
         ),
     ),
     "qwen3": (
@@ -280,7 +198,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys=_RMS_NORM,
             fixed=_NO_WINDOW,
             biases={"attention_bias": "blk.0.attn_q.bias"},
-            tensors={**_LLAMA, **_QK_NORMS},
+            tensors={**LLAMA, **QK_NORMS},
         ),
     ),
     "qwen3moe": (
@@ -290,7 +208,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             accepted=_SOFTMAX_GATE,
             fixed={**_NO_WINDOW, "norm_topk_prob": True},
             biases={"attention_bias": "blk.0.attn_q.bias"},
-            tensors={**_LLAMA_MOE, **_QK_NORMS},
+            tensors={**LLAMA_MOE, **QK_NORMS},
         ),
     ),
     "gemma": (
@@ -298,7 +216,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             model_type="gemma",
             keys=_RMS_NORM,
             fixed=_GEMMA_FIXED,
-            tensors=_LLAMA,
+            tensors=LLAMA,
             norm_offset=1,
             longest_without_base=8192,
         ),
@@ -313,9 +231,10 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 "attention.sliding_window": "sliding_window",
             },
             fixed=_GEMMA_FIXED,
-            tensors={**_ATTENTION, **_NORMS_AROUND, **_GATED_MLP},
+            tensors={**ATTENTION, **NORMS_AROUND, **GATED_MLP},
             norm_offset=1,
             longest_without_base=8192,
+            window_period=2,
             adjust=_gemma2,
         ),
     ),
@@ -325,8 +244,9 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys={**_RMS_NORM, "attention.sliding_window": "sliding_window"},
             optional={"final_logit_softcapping": ("final_logit_softcapping", None)},
             fixed=_GEMMA_FIXED,
-            tensors={**_ATTENTION, **_NORMS_AROUND, **_QK_NORMS, **_GATED_MLP},
+            tensors={**ATTENTION, **NORMS_AROUND, **QK_NORMS, **GATED_MLP},
             norm_offset=1,
+            window_period=6,
             adjust=_gemma3,
         ),
     ),
@@ -336,11 +256,11 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys=_RMS_NORM,
             longest_without_base=4096,
             tensors={
-                **_ATTENTION,
-                **_NORMS_BEFORE,
-                f"{_LAYER}.self_attn.qkv_proj": "blk.*.attn_qkv",
-                f"{_LAYER}.mlp.gate_up_proj": "blk.*.ffn_up",
-                f"{_LAYER}.mlp.down_proj": "blk.*.ffn_down",
+                **ATTENTION,
+                **NORMS_BEFORE,
+                f"{LAYER}.self_attn.qkv_proj": "blk.*.attn_qkv",
+                f"{LAYER}.mlp.gate_up_proj": "blk.*.ffn_up",
+                f"{LAYER}.mlp.down_proj": "blk.*.ffn_down",
             },
             rotation="part",
             adjust=_phi3,
@@ -350,15 +270,15 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
         Architecture(
             model_type="starcoder2",
             keys={"attention.layer_norm_epsilon": "norm_epsilon"},
+            optional={"attention.sliding_window": ("sliding_window", None)},
             fixed={"hidden_act": "gelu_pytorch_tanh"},
             biases={"use_bias": "blk.0.attn_q.bias"},
             tensors={
-                **_ATTENTION,
-                **_NORMS_BEFORE,
-                f"{_LAYER}.mlp.c_fc": "blk.*.ffn_up",
-                f"{_LAYER}.mlp.c_proj": "blk.*.ffn_down",
+                **ATTENTION,
+                **NORMS_BEFORE,
+                f"{LAYER}.mlp.c_fc": "blk.*.ffn_up",
+                f"{LAYER}.mlp.c_proj": "blk.*.ffn_down",
             },
-            adjust=_starcoder2,
         ),
     ),
     "smollm3": (
@@ -367,8 +287,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys=_RMS_NORM,
             fixed={**_NO_WINDOW, "no_rope_layer_interval": 4},
             biases=_LLAMA_BIASES,
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
         ),
     ),
     "granite": (
@@ -378,8 +298,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             ignored=_OF_OTHER_GRANITE_4,
             accepted={"{arch}.rope.scaling.finetuned": (True,)},
             biases=_LLAMA_BIASES,
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
         ),
     ),
     "granitemoe": (
@@ -389,8 +309,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             optional={"expert_shared_feed_forward_length": ("shared_intermediate_size", 0)},
             accepted={**_SOFTMAX_GATE, "{arch}.rope.scaling.finetuned": (True,)},
             biases={"attention_bias": "blk.0.attn_q.bias"},
-            tensors={**_ATTENTION, **_NORMS_BEFORE, **_GRANITE_MOE},
-            permuted=_PERMUTED,
+            tensors={**ATTENTION, **NORMS_BEFORE, **GRANITE_MOE},
+            permuted=PERMUTED,
         ),
     ),
     "olmo2": (
@@ -399,14 +319,15 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             when=_has("attention.sliding_window"),
             keys={**_RMS_NORM, "attention.sliding_window": "sliding_window"},
             biases={"attention_bias": "blk.0.attn_q.bias"},
-            tensors={**_ATTENTION, **_NORMS_AROUND, **_QK_NORMS, **_GATED_MLP},
+            tensors={**ATTENTION, **NORMS_AROUND, **QK_NORMS, **GATED_MLP},
+            window_period=4,
             adjust=_olmo3,
         ),
         Architecture(
             model_type="olmo2",
             keys=_RMS_NORM,
             biases={"attention_bias": "blk.0.attn_q.bias"},
-            tensors={**_ATTENTION, **_NORMS_AROUND, **_QK_NORMS, **_GATED_MLP},
+            tensors={**ATTENTION, **NORMS_AROUND, **QK_NORMS, **GATED_MLP},
         ),
     ),
     "mistral3": (
@@ -416,16 +337,16 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 _has("attention.temperature_scale")(file) or _has("rope.scaling.yarn_log_multiplier")(file)
             ),
             keys=_RMS_NORM,
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
             adjust=_ministral3,
         ),
         Architecture(
             model_type="mistral",
             keys=_RMS_NORM,
             fixed={"sliding_window": None},
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
         ),
     ),
     "command-r": (
@@ -433,7 +354,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             model_type="cohere",
             keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
             biases={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
-            tensors={**_COHERE, **_QK_NORMS},
+            tensors={**COHERE, **QK_NORMS},
         ),
     ),
     "cohere2": (
@@ -444,8 +365,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 "logit_scale": "logit_scale",
                 "attention.sliding_window": "sliding_window",
             },
-            tensors=_COHERE,
-            adjust=_cohere2,
+            tensors=COHERE,
+            window_period=4,
         ),
     ),
     "olmo": (
@@ -453,8 +374,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             model_type="olmo",
             optional={"attention.clamp_kqv": ("clip_qkv", None)},
             accepted={"{arch}.attention.layer_norm_epsilon": (9.999999747378752e-06,)},  # 1e-5 in float32
-            tensors={**_ATTENTION, **_GATED_MLP},
-            permuted=_PERMUTED,
+            tensors={**ATTENTION, **GATED_MLP},
+            permuted=PERMUTED,
         ),
     ),
     "olmoe": (
@@ -463,7 +384,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys={**_RMS_NORM, **_EXPERTS},
             accepted={**_SOFTMAX_GATE, "{arch}.expert_weights_norm": (False,)},
             fixed={"norm_topk_prob": False},
-            tensors={**_LLAMA_MOE, **_QK_NORMS},
+            tensors={**LLAMA_MOE, **QK_NORMS},
         ),
     ),
     "arcee": (
@@ -472,8 +393,8 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             keys=_RMS_NORM,
             fixed={"hidden_act": "relu2"},
             biases=_LLAMA_BIASES,
-            tensors=_LLAMA,
-            permuted=_PERMUTED,
+            tensors=LLAMA,
+            permuted=PERMUTED,
         ),
     ),
     "seed_oss": (
@@ -481,85 +402,16 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             model_type="seed_oss",
             keys=_RMS_NORM,
             biases={**_LLAMA_BIASES, "attention_out_bias": "blk.0.attn_output.bias"},
-            tensors={**_LLAMA, f"{_LAYER}.post_attention_layernorm": "blk.*.post_attention_norm"},
+            tensors={**LLAMA, f"{LAYER}.post_attention_layernorm": "blk.*.post_attention_norm"},
         ),
     ),
     "gpt2": (
         Architecture(
             model_type="gpt2",
             keys={"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "n_inner"},
-            tensors=_GPT2,
-            transposed=frozenset(name for name in _GPT2 if ".c_" in name),
+            tensors=GPT2,
+            transposed=frozenset(name for name in GPT2 if ".c_" in name),
             rotation="none",
         ),
     ),
 }
-
-
-_SERVED_FROM_SAFETENSORS = frozenset(
-    {"afmoe", "apertus", "ernie4_5", "ernie4_5-moe", "exaone-moe", "exaone4", "glm4", "glm4moe", "gptneox"}
-    | {"hunyuan-dense", "hunyuan-moe", "jais2", "minimax-m2", "nemotron", "phi2", "starcoder"}
-)
-
-
-def choose_architecture(file: GGUFFile) -> Architecture:
-    """Returns the table for a file; raises ModelLoadError if there is none."""
-    if not file.architecture:
-        raise file.error("lacks the metadata key 'general.architecture'")
-    for architecture in ARCHITECTURES.get(file.architecture, ()):
-        if architecture.when(file):
-            return architecture
-    hint = "; its safetensors version can be served" if file.architecture in _SERVED_FROM_SAFETENSORS else ""
-    raise file.error(
-        f"has the architecture {file.architecture!r}, which is not read from GGUF files "
-        f"({', '.join(ARCHITECTURES)} are){hint}"
-    )
-
-
-def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
-    """Returns the transformers model type of a file and the fields of its config.
-
-    Raises:
-        ModelLoadError: an unknown architecture, or a metadata key is missing, not understood or cannot be served.
-    """
-    architecture = choose_architecture(file)
-    keys = Keys(file)
-    config: dict[str, Any] = dict(architecture.fixed)
-    for key, name in {**COMMON_KEYS, **architecture.keys}.items():
-        config[name] = keys.get(key)
-    for key, (name, default) in architecture.optional.items():
-        config[name] = keys.get(key, default)
-    config["num_key_value_heads"] = keys.get("attention.head_count_kv", config["num_attention_heads"])
-    head_dim = keys.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
-    if keys.get("attention.value_length", head_dim) != head_dim:
-        raise file.error("has keys and values of different sizes, which cannot be served")
-    config["head_dim"] = head_dim
-    if architecture.rotation != "none":
-        config["rope_parameters"] = rope_parameters(
-            keys,
-            head_dim,
-            rotates_part=architecture.rotation == "part",
-            longest_without_base=architecture.longest_without_base,
-        )
-    config |= {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
-    config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["vocab_size"] = _vocab_size(file, keys)
-    for name in ("bos", "eos"):
-        config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    config["pad_token_id"] = None  # batches are packed, not padded
-    architecture.adjust(keys, config)
-    for key in architecture.ignored:
-        keys.get(key, None)
-    keys.accept(architecture.accepted)
-    keys.check_all_used()
-    return architecture.model_type, config
-
-
-def _vocab_size(file: GGUFFile, keys: Keys) -> int:
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise file.error("lacks the tensor 'token_embd.weight'")
-    size = embedding.shape[0]
-    if keys.get("vocab_size", size) != size:
-        raise file.error(f"has a vocab_size of {keys.get('vocab_size')} and embeddings of {size} tokens")
-    return size

@@ -12,7 +12,8 @@ from gguf.constants import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from minivllm.core.models.gguf.architectures import Architecture, choose_architecture, config_fields
+from minivllm.core.models.gguf.architectures import Architecture
+from minivllm.core.models.gguf.config import choose_architecture, config_fields
 from minivllm.core.models.gguf.dequantize import can_dequantize, dequantize, dequantize_blocks
 from minivllm.core.models.gguf.file import GGUFFile, GGUFTensor
 from minivllm.core.models.gguf.keys import listed
