@@ -211,13 +211,32 @@ def test_first_files_of_phi3_have_the_window_of_their_context(context: int, wind
     assert load_config(GGUFFile.open(content.save(tmp_path / "tiny.gguf"))).sliding_window == window
 
 
+def renamed(content: Content, architecture: str) -> Content:
+    """Returns the same content under another architecture."""
+    prefix = f"{content.architecture}."
+    metadata = {key.replace(prefix, f"{architecture}."): value for key, value in content.metadata.items()}
+    return Content(architecture, {**metadata, "general.architecture": architecture}, content.tensors)
+
+
 def test_mistral3_without_yarn_is_mistral(tmp_path: Path) -> None:
     original = random_model(MODELS["llama, as mistral"]())
-    content = converted(original)
-    metadata = {key.replace("llama.", "mistral3."): value for key, value in content.metadata.items()}
-    metadata["general.architecture"] = "mistral3"
-    path = Content("mistral3", metadata, content.tensors).save(tmp_path / "tiny.gguf")
+    path = renamed(converted(original), "mistral3").save(tmp_path / "tiny.gguf")
     assert_same_logits(eager_logits(load(path)), eager_logits(original))
+
+
+def test_llama_with_biases_of_queries_keys_and_values_alone_is_served(tmp_path: Path) -> None:
+    original = random_model(MODELS["qwen2"]())
+    original.config.model_type = "llama"  # converted with its permutation
+    path = converted(original).save(tmp_path / "tiny.gguf")
+    assert load(path).config.model_type == "qwen2"
+    assert_same_logits(eager_logits(load(path)), eager_logits(original))
+
+
+def test_moe_model_needs_no_width_of_layers_without_experts(tmp_path: Path) -> None:
+    original = random_model(MODELS["qwen3moe"]())
+    content = converted(original)
+    del content.metadata["qwen3moe.feed_forward_length"]
+    assert_same_logits(eager_logits(load(content.save(tmp_path / "tiny.gguf"))), eager_logits(original))
 
 
 def test_eos_and_recommended_sampling_come_from_the_file(llama: Content, tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def _ministral3(keys: Keys, config: dict[str, Any]) -> None:
     keys.get("rope.scaling.yarn_log_multiplier")
 
 
+_UNUSED_MLP = {"feed_forward_length": ("intermediate_size", 0)}  # of layers without experts, which there are none
 _GEMMA_FIXED = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 
@@ -167,6 +168,15 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             tensors=LLAMA,
             permuted=PERMUTED,
         ),
+        Architecture(  # biases of queries, keys and values alone
+            model_type="qwen2",
+            when=lambda file: "blk.0.attn_q.bias" in file.tensors and "blk.0.attn_output.bias" not in file.tensors,
+            keys=_RMS_NORM,
+            fixed=_NO_WINDOW,
+            tensors=LLAMA,
+            permuted=PERMUTED,
+            longest_without_base=4096,
+        ),
         Architecture(
             model_type="llama",
             keys=_RMS_NORM,
@@ -187,6 +197,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 "expert_feed_forward_length": "moe_intermediate_size",
                 "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
             },
+            optional=_UNUSED_MLP,
             accepted={**_SOFTMAX_GATE, "{arch}.expert_weights_norm": (False,)},
             fixed={**_NO_WINDOW, "norm_topk_prob": False},
             tensors={**LLAMA_MOE, **SHARED_EXPERT},
@@ -205,6 +216,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
         Architecture(
             model_type="qwen3_moe",
             keys={**_RMS_NORM, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+            optional=_UNUSED_MLP,
             accepted=_SOFTMAX_GATE,
             fixed={**_NO_WINDOW, "norm_topk_prob": True},
             biases={"attention_bias": "blk.0.attn_q.bias"},

@@ -47,7 +47,8 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
     keys = Keys(file)
     config: dict[str, Any] = dict(architecture.fixed)
     for key, name in {**_KEYS, **architecture.keys}.items():
-        config[name] = keys.get(key)
+        if key not in architecture.optional:
+            config[name] = keys.get(key)
     for key, (name, default) in architecture.optional.items():
         config[name] = keys.get(key, default)
     config["num_key_value_heads"] = keys.get("attention.head_count_kv", config["num_attention_heads"])
