@@ -185,6 +185,14 @@ def test_tensor_of_another_shape_is_refused_with_both_shapes(llama: Content, tmp
         load(path)
 
 
+@pytest.mark.parametrize("cut", [(slice(3),), (0,), (slice(None), slice(23)), (..., slice(47))])
+def test_experts_of_another_shape_are_refused_with_all_shapes(cut: tuple[Any, ...], tmp_path: Path) -> None:
+    content = converted(random_model(MODELS["qwen3moe"]()))
+    content.tensors["blk.1.ffn_up_exps.weight"] = content.tensors["blk.1.ffn_up_exps.weight"][cut]
+    with pytest.raises(ModelLoadError, match=r"'blk\.1\.ffn_up_exps\.weight' of shape .*gate_up_proj has the shape"):
+        load(content.save(tmp_path / "tiny.gguf"))
+
+
 def test_llama_3_1_without_its_rope_factors_is_refused(tmp_path: Path) -> None:
     content = converted(random_model(MODELS["llama, factors of Llama 3.1"]()))
     content.metadata |= {"llama.rope.freq_base": 500_000.0, "llama.context_length": 131_072}

@@ -109,20 +109,15 @@ class GGUFFile:
         return cls(tuple(part.path for part in parts), metadata, tensors)
 
 
-def part_numbers(path: Path) -> tuple[str, int, int] | None:
-    """Returns the common beginning of the names, the number (from 0) and the count of parts of a split file's name."""
-    match = _PART.fullmatch(path.name)
-    return match and (match["stem"], int(match["number"]) - 1, int(match["count"]))
-
-
 def _part_paths(path: Path, number: int, count: int) -> list[Path]:
-    named = part_numbers(path)
-    if named is None or named[1:] != (number, count):
+    named = _PART.fullmatch(path.name)
+    if named is None or (int(named["number"]) - 1, int(named["count"])) != (number, count):
         raise ModelLoadError(
             f"{path} is part {number + 1} of {count} of a split file, and its name must end in "
             f"-{number + 1:05}-of-{count:05}.gguf so that the other parts are found"
         )
-    paths = [path if i == number else path.with_name(f"{named[0]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    names = [f"{named['stem']}-{part + 1:05}-of-{count:05}.gguf" for part in range(count)]
+    paths = [path if part == number else path.with_name(name) for part, name in enumerate(names)]
     if missing := [str(part) for part in paths if not part.is_file()]:
         raise ModelLoadError(f"{path} is part {number + 1} of {count} of a split file; missing: {', '.join(missing)}")
     return paths

@@ -82,7 +82,7 @@ def load_model(file: GGUFFile, config: PreTrainedConfig, device: torch.device, *
 @torch.no_grad()
 def _fill_parameters(model: PreTrainedModel, file: GGUFFile, architecture: Architecture) -> set[str]:
     """Fills every parameter. Returns the names of the tensors used."""
-    used = {LONG_FACTORS, SHORT_FACTORS}  # in the config
+    used = set() if architecture.rotation == "none" else {LONG_FACTORS, SHORT_FACTORS}  # which the config has
     for name, parameter in model.named_parameters():
         place, sources = _sources(name, architecture)
         if missing := [source for source in sources if source not in file.tensors]:
@@ -118,17 +118,20 @@ def _sources(name: str, architecture: Architecture) -> tuple[str, tuple[str, ...
 
 
 def _checked(file: GGUFFile, name: str, target: torch.Tensor, tensors: list[GGUFTensor]) -> torch.Tensor:
-    """Returns the target in the shape of its tensors, which may lack dimensions of size 1."""
-    shape = list(tensors[0].shape)
-    if len(tensors) > 1:
-        shape[-2] = sum(tensor.shape[-2] for tensor in tensors)
-    names = " and ".join(repr(tensor.name) for tensor in tensors)
-    if [size for size in shape if size > 1] != [size for size in target.shape if size > 1]:
-        raise file.error(f"has {names} of shape {shape}, and {name} has the shape {list(target.shape)}")
+    """Returns the target in the shape of its tensor, which may lack dimensions of size 1."""
     for tensor in tensors:
         if not can_dequantize(tensor.type):
             raise file.error(f"has tensor {tensor.name!r} of type {tensor.type.name}, which cannot be dequantized")
-    return target if list(target.shape) == shape else target.view(shape)
+    shapes = [tensor.shape for tensor in tensors]
+    if len(shapes) == 1:
+        if [size for size in shapes[0] if size > 1] == [size for size in target.shape if size > 1]:
+            return target if tuple(target.shape) == shapes[0] else target.view(shapes[0])
+    elif all(len(shape) == target.ndim for shape in shapes):
+        stacked = torch.Size((*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1]))
+        if stacked == target.shape and len({(*shape[:-2], shape[-1]) for shape in shapes}) == 1:
+            return target
+    found = " and ".join(f"{tensor.name!r} of shape {list(tensor.shape)}" for tensor in tensors)
+    raise file.error(f"has {found}, and {name} has the shape {list(target.shape)}")
 
 
 def _unpermuted(data: npt.NDArray[np.uint8], num_rows: int, head_dim: int) -> npt.NDArray[np.uint8]:
