@@ -135,6 +135,8 @@ def test_file_without_one_key_or_tensor_is_equal_or_refused(
         ("llama.attention.value_length", 4),
         ("llama.attention.head_count_kv", [2, 1]),
         ("llama.vocab_size", 96),
+        ("llama.block_count", 2**32 - 1),
+        ("llama.embedding_length", 2**32 - 1),
         ("llama.nextn_predict_layers", 1),
         ("llama.something_new", 0),
         ("general.type", "adapter"),
@@ -207,6 +209,8 @@ def test_largest_gemma_scales_queries_by_width_per_head(
 ) -> None:
     content = converted(random_model(next(make() for name, make in MODELS.items() if name.startswith(family))))
     content.metadata[f"{family}.block_count"] = num_layers
+    norm = content.tensors["blk.0.attn_norm.weight"]
+    content.tensors |= {f"blk.{layer}.attn_norm.weight": norm for layer in range(num_layers)}
     file = GGUFFile.open(content.save(tmp_path / "tiny.gguf"))
     assert load_config(file).query_pre_attn_scalar == expected
 

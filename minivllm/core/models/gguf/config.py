@@ -51,6 +51,7 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
             config[name] = keys.get(key)
     for key, (name, default) in architecture.optional.items():
         config[name] = keys.get(key, default)
+    config["vocab_size"] = _vocab_size(keys)
     config["num_key_value_heads"] = keys.get("attention.head_count_kv", config["num_attention_heads"])
     head_dim = keys.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     if keys.get("attention.value_length", head_dim) != head_dim:
@@ -65,7 +66,6 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
         )
     config |= {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["vocab_size"] = _vocab_size(file, keys)
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     config["pad_token_id"] = None  # batches are packed, not padded
@@ -79,13 +79,17 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
     return architecture.model_type, config
 
 
-def _vocab_size(file: GGUFFile, keys: Keys) -> int:
+def _vocab_size(keys: Keys) -> int:
+    """Returns the number of embeddings; first compares the sizes of the model with them, before any is allocated."""
+    file = keys.file
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.error("lacks the tensor 'token_embd.weight'")
-    size = embedding.shape[0]
-    if keys.get("vocab_size", size) != size:
-        raise file.error(f"has a vocab_size of {keys.get('vocab_size')} and embeddings of {size} tokens")
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    size, width = embedding.shape[0], embedding.shape[-1]
+    for key, found in (("vocab_size", size), ("embedding_length", width), ("block_count", len(layers))):
+        if (stated := keys.get(key, found)) != found:
+            raise file.error(f"has {file.architecture}.{key} = {stated}, and its tensors have {found}")
     return size
 
 

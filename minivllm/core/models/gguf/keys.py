@@ -86,6 +86,6 @@ class Keys:
 
 def listed(names: Iterable[str], most: int = 5) -> str:
     """Returns the first names and the number of the others, for an error."""
-    names = list(names)
+    names = [repr(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
