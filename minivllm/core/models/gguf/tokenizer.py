@@ -403,11 +403,13 @@ def _merges_by_score(
     merges: list[tuple[str, str]] = []
     for _, _, token in sorted(ranked):
         pairs = [
-            (ids[token[:cut]], ids[token[cut:]], cut)
+            (left, right)
             for cut in range(1, len(token))
-            if token[:cut] in ids and token[cut:] in ids
+            if (left := token[:cut]) in ids and (right := token[cut:]) in ids
         ]
-        merges += [(token[:cut], token[cut:]) for _, _, cut in sorted(pairs)]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += pairs
     return merges
 
 
