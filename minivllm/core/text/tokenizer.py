@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from minivllm.core.config import EngineConfig
@@ -291,7 +293,23 @@ def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if location.revision is not None:
         options["revision"] = location.revision
+    if (is_alone := _is_sentencepiece_alone(Path(location.path))) and find_spec("sentencepiece") is None:
+        raise ModelLoadError(
+            f"the tokenizer of {location.path!r} is a tokenizer.model without tokenizer.json, "
+            "which needs a package: pip install sentencepiece"
+        )
     try:
-        return AutoTokenizer.from_pretrained(location.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(location.path, **options)
+        if is_alone and "add_bos_token" not in tokenizer.init_kwargs:  # these models expect BOS where none says no
+            tokenizer = AutoTokenizer.from_pretrained(location.path, add_bos_token=True, **options)
+        return tokenizer
     except Exception as error:
         raise ModelLoadError(f"the tokenizer of {location.path!r} cannot be loaded: {error}") from error
+
+
+def _is_sentencepiece_alone(folder: Path) -> bool:
+    model, others = folder / "tokenizer.model", ("tokenizer.json", "vocab.json", "tekken.json")
+    if not model.is_file() or any((folder / other).is_file() for other in others):
+        return False
+    with model.open("rb") as file:
+        return file.read(1) == b"\n"  # the first field of its format; tiktoken's files begin with text

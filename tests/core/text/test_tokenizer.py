@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError
 from minivllm.core.models import location as model_location
 from minivllm.core.models.location import locate, resolve_model, resolve_tokenizer
+from minivllm.core.text import tokenizer as tokenizer_module
 from minivllm.core.text.tokenizer import Tokenizer, load_tokenizer
 from tests.core.text.text_kinds import TEXTS, tokenizer_of
 
@@ -259,6 +261,42 @@ def test_folder_without_a_tokenizer_raises_model_load_error(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(EngineConfig(model=str(tmp_path)))
+
+
+# SentencePiece's own file
+
+
+def test_tokenizer_model_alone_names_the_package_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ModelLoadError, match="pip install sentencepiece"):
+        load_tokenizer(EngineConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("adds_bos", "first"), [(None, [1]), (True, [1]), (False, [])])
+def test_tokenizer_model_alone_equals_sentencepiece(tmp_path: Path, adds_bos: bool | None, first: list[int]) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 5),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=400,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if adds_bos is not None:
+        settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds_bos}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(EngineConfig(model=str(tmp_path)))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in (text for text in TEXTS if not text.startswith(" ")):
+        assert tokenizer.encode(text) == first + reference.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 # Tokenizers of GGUF files
