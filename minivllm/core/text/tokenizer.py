@@ -101,6 +101,10 @@ class Tokenizer:
         """Returns True for tokens that `skip_special_tokens` leaves out."""
         return token_id in self._special
 
+    def special_token_id(self, text: str) -> int | None:
+        """Returns the id of the special token with this text, None where there is none."""
+        return next((token_id for token_id in self._special if self._added[token_id] == text), None)
+
     def backend_json(self) -> str | None:
         """Returns the content of `tokenizer.json`, None for a slow tokenizer."""
         return None if self._backend is None else str(self._backend.to_str())
