@@ -172,6 +172,16 @@ def test_stop_string_ends_the_text_and_frees_the_blocks(llm: LLM) -> None:
         assert result.outputs[0].num_tokens <= 24
 
 
+def test_stop_string_that_is_a_special_token_ends_the_text(llm: LLM) -> None:
+    token_id = llm.tokenizer.special_token_id("<|end|>")
+    assert token_id is not None
+    params = greedy(24, ignore_eos=True, stop=("<|end|>",), logit_bias={token_id: 100.0})
+    result = generate(llm, "The", params)[0]
+    assert (result.text, result.finish_reason) == ("", FinishReason.STOP)
+    assert result.outputs[0].stop_reason == "<|end|>"
+    assert result.outputs[0].num_tokens == 1
+
+
 def test_stop_string_ends_only_the_sample_that_contains_it(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=16, ignore_eos=True)
     plain = generate(llm, "The", params)[0].outputs
