@@ -476,6 +476,22 @@ def test_padding_beyond_the_vocabulary_is_no_fault() -> None:
     )
 
 
+def test_padding_token_may_be_one_that_fills_a_gap() -> None:
+    metadata = file_of(original("gpt-2"), ggml__pre="gpt-2")
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    hf_tokenizer = build_tokenizer(metadata | {"tokenizer.ggml.padding_token_id": last})
+    assert (hf_tokenizer.pad_token, hf_tokenizer.pad_token_id) == (f"[PAD{last}]", last)
+
+
+def test_empty_tokens_do_not_exist() -> None:
+    metadata = file_of(original("gpt-2"), ggml__pre="gpt-2")
+    metadata["tokenizer.ggml.tokens"] += ["", ""]
+    metadata["tokenizer.ggml.token_type"] += [NORMAL, CONTROL]
+    tokenizer = TextTokenizer(build_tokenizer(metadata))
+    for text in CORPUS:
+        agree(tokenizer, original("gpt-2"), text)
+
+
 def test_keys_without_meaning_are_ignored_with_a_reason() -> None:
     metadata = file_of(original("gpt-2"), ggml__pre="gpt-2") | dict.fromkeys(IGNORED_KEYS, 1)
     assert unknown_keys(metadata) == []

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gguf.constants import TokenType
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from minivllm.core.errors import ModelLoadError
@@ -39,33 +30,22 @@ _IDS = {
 }
 _TURN_IDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _TEMPLATE = "tokenizer.chat_template"
+_UNSUPPORTED_FLAGS = ("tokenizer.ggml.add_sep_token", "tokenizer.ggml.remove_extra_whitespaces")
 
 USED_KEYS = frozenset(
     {"tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"}
-    | {"tokenizer.ggml.scores", "tokenizer.ggml.merges", *_IDS.values(), *_TURN_IDS}
+    | {"tokenizer.ggml.scores", "tokenizer.ggml.merges", *_IDS.values(), *_TURN_IDS, *_UNSUPPORTED_FLAGS}
     | {"tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix"}
-    | {"tokenizer.ggml.add_sep_token", "tokenizer.ggml.remove_extra_whitespaces"}
     | {_TEMPLATE, "tokenizer.chat_templates"}
 )
 """And `tokenizer.chat_template.NAME`."""
 
-_INFILL = "infill prompts are written by the client; token_type has the token"
-_ENCODERS = "of encoders; token_type has the token"
+_INFILL = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle")
 IGNORED_KEYS: Mapping[str, str] = {
-    "tokenizer.ggml.seperator_token_id": _ENCODERS,
-    "tokenizer.ggml.cls_token_id": _ENCODERS,
-    "tokenizer.ggml.mask_token_id": _ENCODERS,
-    "tokenizer.ggml.token_type_count": "of encoders",
-    "tokenizer.ggml.prefix_token_id": _INFILL,
-    "tokenizer.ggml.suffix_token_id": _INFILL,
-    "tokenizer.ggml.middle_token_id": _INFILL,
-    "tokenizer.ggml.fim_pre_token_id": _INFILL,
-    "tokenizer.ggml.fim_suf_token_id": _INFILL,
-    "tokenizer.ggml.fim_mid_token_id": _INFILL,
-    "tokenizer.ggml.fim_pad_token_id": _INFILL,
-    "tokenizer.ggml.fim_rep_token_id": _INFILL,
-    "tokenizer.ggml.fim_sep_token_id": _INFILL,
     "tokenizer.huggingface.json": "the same vocabulary in another form",
+    "tokenizer.ggml.token_type_count": "of encoders",
+    **{f"tokenizer.ggml.{name}_token_id": "of encoders" for name in ("seperator", "cls", "mask")},
+    **{f"tokenizer.ggml.{name}_token_id": "clients write infill prompts themselves" for name in _INFILL},
 }
 """Keys without meaning for text generation, with the reason."""
 
@@ -76,7 +56,6 @@ _END_TOKENS = frozenset(
 """Control tokens that end a turn or a text in every model that has them."""
 
 _NO_ID = 2**32 - 1
-_FILLER = re.compile(r"\[PAD(\d+)\]")
 _SPECIAL_LOOK = re.compile(r"<.+>|\[[A-Z@_/ ]+\]")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -200,8 +179,8 @@ class _Vocabulary:
                     named.setdefault(name, token_id)
         ids: dict[str, int] = {}
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-            filler = _FILLER.fullmatch(token)
-            if not token or (kind == TokenType.UNUSED and filler and int(filler[1]) == token_id):
+            is_filler = kind == TokenType.UNUSED and token == f"[PAD{token_id}]" and token_id not in named.values()
+            if is_filler or not token:
                 continue
             if ids.setdefault(token, token_id) != token_id:
                 raise _refusal(f"tokens {ids[token]} and {token_id} are the same: {token!r}")
@@ -280,7 +259,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """
     if unknown := unknown_keys(metadata):
         raise _refusal(f"the meaning of {', '.join(sorted(unknown))} is unknown")
-    for key in ("tokenizer.ggml.add_sep_token", "tokenizer.ggml.remove_extra_whitespaces"):
+    for key in _UNSUPPORTED_FLAGS:
         if metadata.get(key):
             raise _refusal(f"{key} is not supported")
     model = metadata.get("tokenizer.ggml.model")
@@ -418,13 +397,18 @@ def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Any], vocabulary: _Vo
     special = vocabulary.special()
     # Phi-3's tokens take the white space after them, which no key says.
     strips = metadata.get("general.architecture") == "phi3" and metadata.get("tokenizer.ggml.model") == "llama"
-    for token_id, kind in enumerate(vocabulary.types):
-        if token_id not in special and kind != TokenType.USER_DEFINED:
-            continue
-        token = str(backend.id_to_token(token_id) or "")
-        rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
-        added = AddedToken(token, special=token_id in special, normalized=False, rstrip=rstrip)
-        (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+    added = [
+        AddedToken(
+            token,
+            special=token_id in special,
+            normalized=False,
+            rstrip=strips and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
+        for token_id, kind in enumerate(vocabulary.types)
+        if (token_id in special or kind == TokenType.USER_DEFINED) and (token := backend.id_to_token(token_id))
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
 
 
 def _add_bos_and_eos(backend: Tokenizer, metadata: Mapping[str, Any], vocabulary: _Vocabulary, adds_bos: bool) -> None:
