@@ -38,13 +38,6 @@ REPLICA_ENV_VARS = {
     "GOMP_SPINCOUNT": "20000",
 }
 
-API_KEYS_VARIABLE = "MINIVLLM_API_KEYS"
-
-COMMON_OPTIONS: dict[str, Any] = {
-    # A failed engine refuses everything until it is replaced, which takes Serve three failed checks.
-    "health_check_period_s": 1,
-    "graceful_shutdown_wait_loop_s": 0.2,
-}
 NO_ACCESS_LOG = {"enable_access_log": False}
 """For deployments that only this application calls, several times per second."""
 
@@ -54,46 +47,34 @@ def build_app(args: AppArgs) -> Application:
 
     Keys may come from the environment as MINIVLLM_API_KEYS, separated by commas: Ray writes `args` into its logs.
     """
-    keys = os.environ.get(API_KEYS_VARIABLE, "")
-    if keys and not args.api_keys:
-        args = args.model_copy(update={"api_keys": tuple(key.strip() for key in keys.split(",") if key.strip())})
+    keys = os.environ.get("MINIVLLM_API_KEYS", "").split(",")
+    if not args.api_keys:
+        args = args.model_copy(update={"api_keys": tuple(key.strip() for key in keys if key.strip())})
     return bind_app(args)
 
 
 def bind_app(args: AppArgs, build_engine: Callable[[EngineConfig], "LLMEngine"] = load_engine) -> Application:
     """Returns the application with another `build_engine`, which must be importable where the replicas run."""
-    metrics = serve.deployment(
-        Metrics,
-        name="Metrics",
+    metrics = _deployment(
+        serve.deployment(Metrics),
+        num_cpus=0,
         max_ongoing_requests=1000,
         graceful_shutdown_timeout_s=2,
         logging_config=NO_ACCESS_LOG,
-        ray_actor_options=_actor_options(num_cpus=0),
-        **COMMON_OPTIONS,
     ).bind(args.metrics_history_size)
     device = _choose_device(args.device)
-    engine = serve.deployment(
-        Engine,
-        name="Engine",
+    engine = _deployment(
+        serve.deployment(Engine),
+        num_cpus=args.engine_num_cpus,
+        num_gpus=0 if device == "cpu" else 1,
+        env_vars=args.engine_env_vars,
         num_replicas=1,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=10,
         max_constructor_retry_count=2,  # a model that cannot be loaded is not tried twenty times
         logging_config=NO_ACCESS_LOG,
-        ray_actor_options=_actor_options(
-            num_cpus=args.engine_num_cpus, num_gpus=0 if device == "cpu" else 1, env_vars=args.engine_env_vars
-        ),
-        **COMMON_OPTIONS,
     ).bind(args.engine_config(device=device), args.live_settings(), metrics, build_engine)
-    ingress: Any = Ingress
-    application: Application = ingress.options(
-        num_replicas=args.num_ingress_replicas,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        graceful_shutdown_timeout_s=10,
-        ray_actor_options=_actor_options(num_cpus=0.1),
-        **COMMON_OPTIONS,
-    ).bind(args, engine, metrics)
+    ingress = _deployment(Ingress, num_cpus=0.1, num_replicas=args.num_ingress_replicas)
+    application: Application = ingress.bind(args, engine, metrics)
     return application
 
 
@@ -102,14 +83,20 @@ def _choose_device(device: str) -> str:
     `device: cuda`. The engine needs an explicit "cpu": Ray does not hide GPUs from actors that reserve none."""
     if device != "auto":
         return device
-    if not ray.is_initialized():
-        return "cpu"
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+    return "cuda" if ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-def _actor_options(*, num_cpus: float, num_gpus: float = 0, env_vars: dict[str, str] | None = None) -> dict[str, Any]:
-    return {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "runtime_env": {"env_vars": REPLICA_ENV_VARS | (env_vars or {})},
+def _deployment(
+    deployment: Any, *, num_cpus: float, num_gpus: int = 0, env_vars: dict[str, str] | None = None, **options: Any
+) -> Any:
+    """Returns the deployment with `options` besides those that all three share."""
+    runtime_env = {"env_vars": REPLICA_ENV_VARS | (env_vars or {})}
+    shared = {
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        # A failed engine refuses everything until it is replaced, which takes Serve three failed checks.
+        "health_check_period_s": 1,
+        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "ray_actor_options": {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": runtime_env},
     }
+    return deployment.options(**(shared | options))

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
+from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from minivllm.actors.config import AppArgs, LiveSettings
 from minivllm.actors.ingress.http_server import listen
@@ -32,15 +33,14 @@ def mistakes(path: Path) -> Iterator[str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         yield f"it cannot be read: {error}"
         return
-    proxy_port = _http_options(config).get("port", 8000)
-    for application in _applications(config):
-        args = application.get("args") or {}
-        yield from _validate(AppArgs, args, "args")
-        if isinstance(args, dict) and args.get("http_port") == proxy_port:
-            yield f"args.http_port: {proxy_port} is the port of Serve's proxy (http_options); choose another one"
-        for deployment in _dicts_in(application, "deployments"):
-            if deployment.get("name") == "Engine":
-                yield from _validate(LiveSettings, deployment.get("user_config") or {}, "user_config")
+    proxy, applications = _read(config)
+    for application in applications:
+        yield from _validate(AppArgs, application.args, "args")
+        if application.args.get("http_port") == proxy.port:
+            yield f"args.http_port: {proxy.port} is the port of Serve's proxy (http_options); choose another one"
+        for deployment in application.deployments:
+            if deployment.name == "Engine":
+                yield from _validate(LiveSettings, deployment.user_config or {}, "user_config")
 
 
 def taken_ports(path: Path) -> Iterator[str]:
@@ -48,34 +48,27 @@ def taken_ports(path: Path) -> Iterator[str]:
 
     Serve's proxy would share its port with the proxy of another Ray, each with some of the connections.
     """
-    config = yaml.safe_load(path.read_text())
-    options = _http_options(config)
-    wanted = [("http_options.port", options.get("host", "127.0.0.1"), options.get("port", 8000))]
-    for application in _applications(config):
-        args = AppArgs.model_validate(application.get("args") or {})
+    proxy, applications = _read(yaml.safe_load(path.read_text()))
+    wanted = [("http_options.port", proxy.host, proxy.port)]
+    for application in applications:
+        args = AppArgs.model_validate(application.args)
         if args.http_port is not None:
             wanted.append(("args.http_port", args.http_host, args.http_port))
     for name, host, port in wanted:
         try:
             listen(host, port).close()
-        except (OSError, TypeError, OverflowError) as error:  # also for values that are no host or port
+        except (OSError, OverflowError) as error:  # also for values that are no host or port
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             yield f"{name}: cannot listen on port {port} of {host}: {reason}"
 
 
-def _http_options(config: Any) -> dict[str, Any]:
-    options = config.get("http_options") if isinstance(config, dict) else None
-    return options if isinstance(options, dict) else {}
-
-
-def _applications(config: Any) -> list[dict[str, Any]]:
-    return [each for each in _dicts_in(config, "applications") if each.get("import_path") == BUILDER]
-
-
-def _dicts_in(parent: Any, name: str) -> list[dict[str, Any]]:
-    """Returns the dicts in the list `parent[name]`; none where the file has another shape."""
-    found = parent.get(name) if isinstance(parent, dict) else None
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+def _read(config: Any) -> tuple[HTTPOptionsSchema, list[ServeApplicationSchema]]:
+    """Returns the options of Serve's proxy and this package's applications; none of a file that Serve refuses."""
+    try:
+        schema = ServeDeploySchema.model_validate(config)
+    except (ValidationError, AttributeError):  # Serve's own validators read attributes of whatever a file has
+        return HTTPOptionsSchema(), []
+    return schema.http_options, [each for each in schema.applications if each.import_path == BUILDER]
 
 
 def _validate(model: type[BaseModel], values: Any, where: str) -> Iterator[str]:

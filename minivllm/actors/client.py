@@ -15,8 +15,8 @@ generators do not: after a `break`, an exception or a timeout the engine would c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from ray import serve
 from ray.exceptions import RayTaskError
@@ -29,9 +29,39 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 Prompt = str | list[str] | list[int] | list[list[int]]
 Body = dict[str, Any]
+Response = TypeVar("Response")
+Chunks = TypeVar("Chunks")
 
 
-class Client:
+class _Client(Generic[Response, Chunks]):
+    def __init__(self, app_name: str = "minivllm", *, handle: DeploymentHandle[Any] | None = None) -> None:
+        self._handle = serve.get_app_handle(app_name) if handle is None else handle
+
+    def generate(self, prompt: Prompt, **fields: Any) -> Response:
+        """Completes a prompt, or each of several (then `choices` has prompts x n entries)."""
+        return cast(Response, self.call("generate", prompt=prompt, **fields))
+
+    def generate_stream(self, prompt: Prompt, **fields: Any) -> Chunks:
+        """Yields the chunks of `generate`."""
+        return self._stream("generate_stream", prompt=prompt, **fields)
+
+    def chat(self, messages: Messages, **fields: Any) -> Response:
+        """Answers a conversation."""
+        return cast(Response, self.call("chat", messages=messages, **fields))
+
+    def chat_stream(self, messages: Messages, **fields: Any) -> Chunks:
+        """Yields the chunks of `chat`."""
+        return self._stream("chat_stream", messages=messages, **fields)
+
+    def call(self, method: str, **fields: Any) -> Any:
+        """Calls any method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
+        raise NotImplementedError
+
+    def _stream(self, method: str, **fields: Any) -> Chunks:
+        raise NotImplementedError
+
+
+class Client(_Client[Body, Generator[Body, None, None]]):
     """For programs without an asyncio loop.
 
     Args:
@@ -41,97 +71,50 @@ class Client:
     """
 
     def __init__(
-        self,
-        app_name: str = "minivllm",
-        *,
-        timeout_s: float | None = None,
-        handle: DeploymentHandle[Any] | None = None,
+        self, app_name: str = "minivllm", *, timeout_s: float | None = None, handle: DeploymentHandle[Any] | None = None
     ) -> None:
-        self._handle = serve.get_app_handle(app_name) if handle is None else handle
+        super().__init__(app_name, handle=handle)
         self._timeout_s = timeout_s
 
-    def generate(self, prompt: Prompt, **fields: Any) -> Body:
-        """Completes a prompt, or each of several (then `choices` has prompts x n entries)."""
-        return cast(Body, self.call("generate", prompt=prompt, **fields))
-
-    def generate_stream(self, prompt: Prompt, **fields: Any) -> Generator[Body, None, None]:
-        """Yields the chunks of `generate`."""
-        return self._stream("generate_stream", prompt=prompt, **fields)
-
-    def chat(self, messages: Messages, **fields: Any) -> Body:
-        """Answers a conversation."""
-        return cast(Body, self.call("chat", messages=messages, **fields))
-
-    def chat_stream(self, messages: Messages, **fields: Any) -> Generator[Body, None, None]:
-        """Yields the chunks of `chat`."""
-        return self._stream("chat_stream", messages=messages, **fields)
-
     def call(self, method: str, **fields: Any) -> Any:
-        """Calls any method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
         response = getattr(self._handle, method).remote(**fields)
-        with _typed_errors():
-            try:
-                return response.result(timeout_s=self._timeout_s)
-            except BaseException:
-                response.cancel()
-                raise
+        with _cancel_unless_done(response):
+            return response.result(timeout_s=self._timeout_s)
 
     def _stream(self, method: str, **fields: Any) -> Generator[Body, None, None]:
         response = getattr(self._handle.options(stream=True), method).remote(**fields)
-        try:
-            with _typed_errors():
-                yield from response
-        finally:
-            response.cancel()
+        with _cancel_unless_done(response):
+            yield from response
 
 
-class AsyncClient:
+class AsyncClient(_Client[Coroutine[Any, Any, Body], AsyncGenerator[Body, None]]):
     """For programs with an asyncio loop, other deployments among them. A cancelled caller cancels its request.
 
     A stream that is left early is cancelled at once by `aclose` (`contextlib.aclosing`) or cancellation, and after a
     bare `break` when Python collects it. The methods are those of `Client`.
     """
 
-    def __init__(self, app_name: str = "minivllm", *, handle: DeploymentHandle[Any] | None = None) -> None:
-        self._handle = serve.get_app_handle(app_name) if handle is None else handle
-
-    async def generate(self, prompt: Prompt, **fields: Any) -> Body:
-        return cast(Body, await self.call("generate", prompt=prompt, **fields))
-
-    def generate_stream(self, prompt: Prompt, **fields: Any) -> AsyncGenerator[Body, None]:
-        return self._stream("generate_stream", prompt=prompt, **fields)
-
-    async def chat(self, messages: Messages, **fields: Any) -> Body:
-        return cast(Body, await self.call("chat", messages=messages, **fields))
-
-    def chat_stream(self, messages: Messages, **fields: Any) -> AsyncGenerator[Body, None]:
-        return self._stream("chat_stream", messages=messages, **fields)
-
     async def call(self, method: str, **fields: Any) -> Any:
         response = getattr(self._handle, method).remote(**fields)
-        with _typed_errors():
-            try:
-                return await response
-            except BaseException:
-                response.cancel()
-                raise
+        with _cancel_unless_done(response):
+            return await response
 
     async def _stream(self, method: str, **fields: Any) -> AsyncGenerator[Body, None]:
         response = getattr(self._handle.options(stream=True), method).remote(**fields)
-        try:
-            with _typed_errors():
-                async for chunk in response:
-                    yield chunk
-        finally:
-            response.cancel()
+        with _cancel_unless_done(response):
+            async for chunk in response:
+                yield chunk
 
 
 @contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Raises the error of this package that Ray has wrapped."""
+def _cancel_unless_done(response: Any) -> Iterator[None]:
+    """Cancels a request that is left early. Raises the error of this package that Ray has wrapped."""
     try:
         yield
     except RayTaskError as error:
         if isinstance(error.cause, MinivllmError):
             raise error.cause from None
+        raise
+    except BaseException:
+        response.cancel()
         raise

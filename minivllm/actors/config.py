@@ -42,15 +42,11 @@ class AppArgs(EngineConfig):
     max_request_bytes: int = Field(8 * 1024**2, ge=1024, description="larger request bodies get 413")
     api_keys: tuple[ApiKey, ...] = Field((), description="when given, requests must carry one of them as bearer token")
     cors_origins: tuple[str, ...] = Field((), description="web origins whose scripts may send requests")
-    http_port: int | None = Field(
-        None, ge=1, le=65535, description="port of the ingress itself, in addition to Serve's proxy; null: none"
-    )
+    http_port: int | None = Field(None, ge=1, le=65535, description="port of the ingress, besides the proxy's; or none")
     http_host: str = Field("127.0.0.1", min_length=1, description="address of `http_port`; 0.0.0.0: all machines")
 
     # The engine's process
-    consumer_timeout_s: float = Field(
-        60.0, gt=0, description="a request whose output is not read for this long is aborted"
-    )
+    consumer_timeout_s: float = Field(60.0, gt=0, description="requests with output unread for this long are aborted")
     stall_timeout_s: float = Field(300.0, gt=0, description="a step that takes longer makes the engine unhealthy")
     engine_num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for the engine")
     engine_env_vars: dict[str, str] = Field({}, description="environment variables of the engine's process")
@@ -90,9 +86,8 @@ class AppArgs(EngineConfig):
 
     def engine_config(self, **changes: Any) -> EngineConfig:
         """Returns the engine's part, with `changes`."""
-        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return EngineConfig(**(values | changes))
+        return EngineConfig(**(self.model_dump(include=set(EngineConfig.model_fields)) | changes))
 
     def live_settings(self) -> LiveSettings:
         """Returns the settings in force when there is no `user_config`."""
-        return LiveSettings(**{name: getattr(self, name) for name in LiveSettings.model_fields})
+        return LiveSettings.model_validate(self, from_attributes=True)

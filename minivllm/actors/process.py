@@ -17,18 +17,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.middleware import Middleware
 
-_THREADS = Path("/proc/self/task")
-
 YOUNG_OBJECTS = 20_000
 """New objects between two garbage collections. Python's default of 700 would run one every few steps."""
 
 
 def use_batch_cpu_policy() -> None:
     """Puts all threads of this process, and those they start later, under SCHED_BATCH."""
-    if not _THREADS.is_dir():
-        return  # Linux only
     # Repeated until nothing changes: a thread that was not reached yet may have started another.
-    while any(_change_policy(int(thread.name), "SCHED_OTHER", "SCHED_BATCH") for thread in _THREADS.iterdir()):
+    threads = Path("/proc/self/task")
+    while any(_change_policy(int(thread.name), "SCHED_OTHER", "SCHED_BATCH") for thread in threads.glob("*")):
         pass
 
 
@@ -50,20 +47,14 @@ def use_batch_cpu_policy_in_proxy() -> list[Middleware]:
 
 
 def freeze_gc() -> None:
-    """Exempts all objects that exist now from garbage collection.
-
-    A pass over the model and the libraries would pause every stream.
-    """
+    """Exempts all objects that exist now from garbage collection: a pass over the model would pause every stream."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
 
 
 def log_to_stderr() -> None:
-    """Sends minivllm's log records from INFO on to stderr, which Ray forwards to the output of `serve run`.
-
-    Serve adds a handler to its own loggers only.
-    """
+    """Sends minivllm's log records from INFO on to stderr, which Ray forwards. Serve does it for its own loggers."""
     logger = logging.getLogger("minivllm")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
@@ -72,15 +63,12 @@ def log_to_stderr() -> None:
         logger.addHandler(handler)
 
 
-def _change_policy(thread_id: int, from_policy: str, to_policy: str) -> bool:
-    """Returns whether the policy was changed. Keeps any policy other than `from_policy`."""
-    before, after = getattr(os, from_policy, None), getattr(os, to_policy, None)
-    if before is None or after is None:
-        return False  # Linux only
+def _change_policy(thread_id: int, before: str, after: str) -> bool:
+    """Returns whether the policy was changed. Keeps any policy other than `before`."""
     try:
-        if os.sched_getscheduler(thread_id) != before:
+        if os.sched_getscheduler(thread_id) != getattr(os, before):
             return False
-        os.sched_setscheduler(thread_id, after, os.sched_param(0))
-    except OSError:
-        return False  # not permitted in some containers; a thread may also have ended
+        os.sched_setscheduler(thread_id, getattr(os, after), os.sched_param(0))
+    except (OSError, AttributeError):
+        return False  # not Linux, or not permitted in some containers; a thread may also have ended
     return True

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine.deployment import Engine
 from minivllm.actors.engine.loop import EngineLoop
+from minivllm.actors.transport.messages import EngineSnapshot
 from minivllm.core.config import EngineConfig
 from minivllm.core.engine import LLMEngine
 from minivllm.core.errors import MinivllmError
@@ -49,10 +50,8 @@ def paced_engine(runner: PacedRunner, **config: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(block_size=BLOCK_SIZE, validate_blocks=True, **config), model_runner=runner)
 
 
-async def started_loop(
-    runner: PacedRunner, *, settings: LiveSettings | None = None, options: dict[str, Any] | None = None, **config: Any
-) -> EngineLoop:
-    loop = EngineLoop(lambda: paced_engine(runner, **config), settings or LiveSettings(), **(options or {}))
+async def started_loop(runner: PacedRunner, *, settings: LiveSettings | None = None, **config: Any) -> EngineLoop:
+    loop = EngineLoop(lambda: paced_engine(runner, **config), settings or LiveSettings())
     await loop.start()
     return loop
 
@@ -60,8 +59,15 @@ async def started_loop(
 async def started_engine(build: Callable[[], LLMEngine], settings: LiveSettings | None = None) -> Engine:
     """Returns the Engine deployment in this process, without Serve around it."""
     engine = Engine.__new__(Engine)
-    await engine.__init__(EngineConfig(), settings or LiveSettings(), None, lambda _: build())  # type: ignore[misc]
+    metrics = LocalHandle(NoMetrics())
+    await engine.__init__(EngineConfig(), settings or LiveSettings(), metrics, lambda _: build())  # type: ignore[misc]
     return engine
+
+
+class NoMetrics:
+    """Fakes the Metrics deployment: drops every snapshot."""
+
+    async def record(self, snapshot: EngineSnapshot) -> None: ...
 
 
 PARENT: ContextVar[str | None] = ContextVar("PARENT", default=None)

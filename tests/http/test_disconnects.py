@@ -107,7 +107,8 @@ def test_request_aborted_by_the_engine_returns_an_error(slow: LocalServer) -> No
     engine = slow.engine
 
     async def abort_all() -> None:
-        engine.loop.router.abort_all()
+        for request_id in list(engine.loop.router._live):
+            engine.loop.router.abort(request_id)
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(base_url=slow.base_url, timeout=30) as client:

@@ -27,22 +27,17 @@ from pydantic import ValidationError
 import minivllm
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.engine.loop import EngineLoop
-from minivllm.actors.metrics.publisher import SnapshotPublisher
+from minivllm.actors.metrics.publisher import publish_snapshots
 from minivllm.actors.process import freeze_gc, log_to_stderr
-from minivllm.actors.transport.messages import (
-    ChannelClosedError,
-    ChannelMessage,
-    EngineInfo,
-    EngineSnapshot,
-    GenerateRequest,
-)
+from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo
 from minivllm.actors.transport.output_router import RequestOutputCollector
 from minivllm.core.config import EngineConfig
-from minivllm.core.errors import EngineDeadError, MinivllmError
+from minivllm.core.errors import MinivllmError
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
+    from minivllm.actors.transport.messages import ChannelMessage, EngineSnapshot, GenerateRequest
     from minivllm.core.engine import LLMEngine
     from minivllm.core.kv_cache.block_manager import BlockOwner
 
@@ -67,62 +62,46 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
 
 class Engine:
-    """Token ids in, token ids out. `EngineLoop` describes its two threads.
+    """Token ids in, token ids out. `EngineLoop` describes its two threads; `build_engine` runs in the step thread.
 
-    Args:
-        config: the model and how to run it.
-        settings: the live settings while there is no `user_config`.
-        metrics: the Metrics deployment, or None.
-        build_engine: makes the engine from its config. Runs in the step thread.
+    `settings` are the live settings while there is no `user_config`.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it: its loop stays responsive while the model loads
         self,
         config: EngineConfig,
         settings: LiveSettings,
-        metrics: DeploymentHandle[Any] | None = None,
-        build_engine: Callable[[EngineConfig], LLMEngine] = load_engine,
+        metrics: DeploymentHandle[Any],
+        build_engine: Callable[[EngineConfig], LLMEngine],
     ) -> None:
         log_to_stderr()
         sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         started = time.monotonic()
-        self._metrics = metrics
+        self._metrics = metrics.options(_by_reference=False)
         self._default_settings = settings
         self._channels: dict[str, RequestOutputCollector] = {}
-        self._publisher = SnapshotPublisher(self._send_snapshot)
+        changed = asyncio.Event()
         self.loop = EngineLoop(
-            partial(build_engine, config),
-            settings,
-            on_snapshot=self._publisher.publish,
-            on_death=self._close_channels,
+            partial(build_engine, config), settings, on_change=changed.set, on_death=self._close_channels
         )
         await self.loop.start()
         self._info = await self.loop.call(self._describe)
-        if metrics is not None:
-            self._publisher.start(self.loop.last_snapshot)
-        logger.info(
-            "engine %s ready in %.1f s: %s, %d blocks of %d tokens, context of %d tokens",
-            self.loop.engine_id,
-            time.monotonic() - started,
-            self._info.model,
-            self._info.num_blocks,
-            self._info.block_size,
-            self._info.max_model_len,
-        )
+        publishing = publish_snapshots(self.loop.last_snapshot, changed, self._send_snapshot)
+        self._publishing = asyncio.create_task(publishing)
+        info, seconds = self._info, time.monotonic() - started
+        sizes = f"{info.num_blocks} blocks of {info.block_size} tokens, context of {info.max_model_len} tokens"
+        logger.info("engine %s ready in %.1f s: %s, %s", info.engine_id, seconds, info.model, sizes)
 
     # ---- requests ----
 
     async def connect(self, channel_id: str) -> AsyncGenerator[ChannelMessage, None]:
         """Opens a channel. It ends with the engine; when the client ends it, the client's requests are aborted."""
-        if self.loop.is_dead:
-            yield EngineDeadError("the engine has failed and is being replaced")
-            return
-        collector = self._channels[channel_id] = RequestOutputCollector()
+        collector = self._channels[channel_id] = RequestOutputCollector(is_closed=self.loop.state.is_dead)
         sent = None
         try:
             while not (collector.is_closed and collector.is_empty):
-                if sent is not self.loop.settings:
-                    sent = self.loop.settings
+                if sent is not self.loop.state.settings:
+                    sent = self.loop.state.settings
                     yield sent
                 if outputs := await collector.take():
                     yield outputs
@@ -191,8 +170,9 @@ class Engine:
         logger.info("settings now: %s", settings)
 
     def __del__(self) -> None:
+        if hasattr(self, "_publishing"):
+            self._publishing.cancel()
         if hasattr(self, "loop"):
-            self._publisher.stop()
             self.loop.stop()
 
     # ---- inside ----
@@ -208,8 +188,8 @@ class Engine:
             num_blocks=engine.block_manager.num_blocks,
             config=config,
             version=minivllm.__version__,
-            engine_id=self.loop.engine_id,
-            started_at=self.loop.started_at,
+            engine_id=self.loop.state.engine_id,
+            started_at=self.loop.state.started_at,
             generation_defaults=dict(runner.generation_defaults),
         )
 
@@ -218,9 +198,7 @@ class Engine:
             collector.close()
 
     async def _send_snapshot(self, snapshot: EngineSnapshot) -> None:
-        if self._metrics is None:
-            return
-        response = self._metrics.options(_by_reference=False).record.remote(snapshot)
+        response = self._metrics.record.remote(snapshot)
         try:
             await response
         except asyncio.CancelledError:

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.actors.config import LiveSettings
@@ -36,19 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minivllm.engine")
 
 T = TypeVar("T")
-Work = Callable[["LLMEngine"], Any]
-Callback = Callable[[Any, BaseException | None], None]
-"""Gets the result or the exception of a call."""
+Call = tuple[Callable[["LLMEngine"], Any], asyncio.Future[Any]]
+"""What runs in the thread, and the future of its result."""
+Result = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineLoop:
     """Runs an engine in a thread of its own. Create it, `start` it and use it on one asyncio loop.
 
     Args:
-        build_engine: called in the thread; loads the model. `start` raises its exceptions.
-        settings: the settings in force until `apply` changes them.
-        on_snapshot: called on the loop at most once per `snapshot_interval_s`, and once when the engine becomes idle.
-        on_death: called on the loop once, when the engine has failed or was stopped.
+        build_engine: called in the thread. `start` raises its exceptions.
+        on_change: called at most once per `snapshot_interval_s`, and once when the engine becomes idle.
+        on_death: called once, when the engine has failed or was stopped.
     """
 
     def __init__(
@@ -56,25 +55,20 @@ class EngineLoop:
         build_engine: Callable[[], LLMEngine],
         settings: LiveSettings,
         *,
-        on_snapshot: Callable[[EngineSnapshot], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
         on_death: Callable[[], None] = lambda: None,
         snapshot_interval_s: float = 0.25,
     ) -> None:
-        self.settings = settings
-        self.engine_id = uuid.uuid4().hex[:12]
-        self.started_at = 0.0
-        self.model = ""
+        engine_id = uuid.uuid4().hex[:12]
+        self.state = EngineSnapshot(EngineStats(), engine_id, histograms=empty_histograms(), settings=settings)
         self.router = OutputRouter(self._send_abort)
         self._build_engine = build_engine
-        self._on_snapshot = on_snapshot
+        self._on_change = on_change
         self._on_death = on_death
         self._snapshot_interval_s = snapshot_interval_s
-        self._snapshot_number = 0
-        self._stats = EngineStats()
-        self._histograms = empty_histograms()
         self._death: EngineDeadError | None = None
         # Shared with the thread.
-        self._inbox: queue.SimpleQueue[tuple[Work, Callback]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._is_stopping = False
         self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -91,79 +85,51 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends the thread after the step it is in. Live requests end with EngineDeadError."""
         self._is_stopping = True
-        self._inbox.put((lambda _: None, _log_error))  # wakes the thread
+        self._put(lambda _: None)  # wakes the thread
 
     async def submit(self, request: GenerateRequest, collector: RequestOutputCollector) -> LiveRequest:
-        """Submits a request to the engine; its outputs go to `collector`. Once that is closed, the request is aborted.
+        """Submits a request to the engine; its outputs go to `collector`.
 
         Raises InvalidRequestError (also for the id of a live request), NeverFitsError, EngineOverloadedError or
         EngineDeadError when the engine refuses it.
         """
-        self._raise_if_dead()
         if request.sampling_params.structured_output is not None:
             await asyncio.to_thread(self._precompile, request.sampling_params)  # streams do not wait for a slow grammar
+        self._raise_if_dead()
         now = time.monotonic()
-        live = LiveRequest(request.request_id, request.sampling_params.n, collector, Latencies(self._histograms, now))
-        accepted: asyncio.Future[None] = self._loop.create_future()
-
-        def add(engine: LLMEngine) -> None:
-            engine.add_request(
-                request.request_id,
-                request.prompt_token_ids,
-                request.sampling_params,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                arrival_time=now,
-            )
-
-        def on_added(_: None, error: BaseException | None) -> None:
-            if error is None:
-                self.router.add(live)
-                if collector.is_closed:
-                    self.router.abort(live.request_id)
-            _settle(accepted, None, error)
-
-        self._inbox.put((add, on_added))
-        await accepted
+        samples = set(range(request.sampling_params.n))
+        live = LiveRequest(request.request_id, samples, collector, Latencies(self.state.histograms, now))
+        arguments = {one.name: getattr(request, one.name) for one in fields(request)}
+        self.router.add(live)
+        added = self._put(lambda engine: engine.add_request(**arguments, arrival_time=now))
+        added.add_done_callback(lambda _: self.router.refused(live) if added.exception() else None)
+        if collector.is_closed:
+            self.router.abort(live.request_id)
+        await asyncio.shield(added)  # if the caller is cancelled, a refusal still ends the request
         return live
-
-    @property
-    def is_dead(self) -> bool:
-        return self._death is not None
 
     async def call(self, work: Callable[[LLMEngine], T]) -> T:
         """Runs `work(engine)` in the thread, between two steps. Raises its exceptions."""
         self._raise_if_dead()
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._inbox.put((work, partial(_settle, future)))
-        return await future
+        return await self._put(work)
 
     async def apply(self, settings: LiveSettings) -> None:
         """Puts new settings in force between two steps."""
         limits = settings.model_dump(include={"max_waiting_requests", "max_waiting_tokens"})
         await self.call(lambda engine: engine.apply_settings(**limits))
-        self.settings = settings
+        self.state.settings = settings
 
     async def snapshot(self) -> EngineSnapshot:
         """Returns a snapshot taken between two steps; of a dead engine, the last one."""
         with contextlib.suppress(EngineDeadError):
-            self._stats = await self.call(lambda engine: engine.stats())
+            self.state.stats = await self.call(lambda engine: engine.stats())
         return self.last_snapshot()
 
     def last_snapshot(self) -> EngineSnapshot:
         """Returns a snapshot with the statistics known so far."""
-        self._snapshot_number += 1
-        return EngineSnapshot(
-            stats=self._stats,
-            engine_id=self.engine_id,
-            number=self._snapshot_number,
-            time=time.time(),
-            started_at=self.started_at,
-            model=self.model,
-            is_dead=self.is_dead,
-            histograms=copy.deepcopy(self._histograms),
-            settings=self.settings,
-        )
+        self.state.number += 1
+        self.state.time = time.time()
+        return copy.deepcopy(self.state)
 
     def check_health(self) -> None:
         """Raises EngineDeadError when the engine failed, its thread ended, or a step takes longer than stall_timeout_s.
@@ -171,14 +137,19 @@ class EngineLoop:
         Looks at progress only: a long queue or a slow model is not a fault. A stuck engine is abandoned: its requests
         end with the error, even if the step returns later.
         """
-        busy_since, timeout_s = self._busy_since, self.settings.stall_timeout_s
+        busy_since, timeout_s = self._busy_since, self.state.settings.stall_timeout_s
         if busy_since is not None and time.monotonic() - busy_since > timeout_s:
             self._is_stopping = True
             self._die(EngineDeadError(f"the engine has been in one step for over {timeout_s:g} s"))
         self._raise_if_dead()
 
     def _send_abort(self, request_id: str, index: int | None) -> None:
-        self._inbox.put((lambda engine: engine.abort_request(request_id, index), _log_error))
+        self._put(lambda engine: engine.abort_request(request_id, index))
+
+    def _put(self, work: Callable[[LLMEngine], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put((work, future))
+        return future
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
@@ -186,12 +157,7 @@ class EngineLoop:
             raise EngineDeadError(self._death.message)
 
     def _deliver(
-        self,
-        now: float,
-        outputs: list[RequestOutput],
-        results: list[tuple[Callback, Any, BaseException | None]],
-        stats: EngineStats | None,
-        is_dead: bool,
+        self, now: float, outputs: list[RequestOutput], results: list[Result], stats: EngineStats | None, is_dead: bool
     ) -> None:
         """Handles the message of a step: `outputs`, then the results of the calls that followed it.
 
@@ -199,11 +165,11 @@ class EngineLoop:
         find an engine that still accepts requests.
         """
         self.router.deliver(outputs, now)
-        for callback, result, error in results:
-            callback(result, error)
+        for result in results:
+            _settle(*result)
         if stats is not None:
-            self._stats = stats
-            self._on_snapshot(self.last_snapshot())
+            self.state.stats = stats
+            self._on_change()
         if is_dead:
             self._die(EngineDeadError("the engine is dead: a step failed"))
 
@@ -211,13 +177,13 @@ class EngineLoop:
         """Ends every request and pending call with `error`: the thread has ended or is abandoned."""
         if self._death is not None:
             return
-        self._death = error
+        self._death, self.state.is_dead = error, True
         while not self._inbox.empty():
-            _, callback = self._inbox.get_nowait()
-            callback(None, error)
+            _, future = self._inbox.get_nowait()
+            _settle(future, None, error)
         self.router.fail_all(error)
         self._on_death()
-        self._on_snapshot(self.last_snapshot())
+        self._on_change()
 
     # ---- step thread ----
 
@@ -228,8 +194,8 @@ class EngineLoop:
         except BaseException as error:
             self._post(_settle, self._ready, None, error)
             return
-        self.model, self._precompile = engine.config.model, engine.model_runner.precompile
-        self.started_at = time.time()
+        self._precompile = engine.model_runner.precompile
+        self.state.model, self.state.started_at = engine.config.model, time.time()
         self._post(_settle, self._ready, None, None)
         try:
             self._step_forever(engine)
@@ -260,20 +226,20 @@ class EngineLoop:
             idle_is_reported = is_idle
             outputs = [] if is_idle else engine.step()
 
-    def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[tuple[Callback, Any, BaseException | None]]:
+    def _read_inbox(self, engine: LLMEngine, *, block: bool) -> list[Result]:
         """Runs all calls in the inbox. With `block`, waits for the first one."""
-        results: list[tuple[Callback, Any, BaseException | None]] = []
+        results: list[Result] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 if block:
                     self._busy_since = None
-                work, callback = self._inbox.get(block)
+                work, future = self._inbox.get(block)
                 block = False
                 self._busy_since = time.monotonic()
                 try:
-                    results.append((callback, work(engine), None))
+                    results.append((future, work(engine), None))
                 except Exception as error:
-                    results.append((callback, None, error))
+                    results.append((future, None, error))
         self._busy_since = time.monotonic()
         return results
 
@@ -283,11 +249,6 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _log_error(_: None, error: BaseException | None) -> None:
-    if error is not None and not isinstance(error, EngineDeadError):
-        logger.error("a call to the engine failed", exc_info=error)
-
-
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return
@@ -295,3 +256,5 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     else:
         future.set_exception(error)
+        if isinstance(error, EngineDeadError):
+            future.exception()  # marks it as retrieved: an abort is not awaited

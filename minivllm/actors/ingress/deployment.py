@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray import serve
 from starlette.types import ASGIApp
@@ -22,6 +22,7 @@ from minivllm.actors.openai.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationBody,
     TokenizeRequest,
     parse,
 )
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 Body = dict[str, Any]
+Answer = Body | AsyncGenerator[Body, None]
+Request = TypeVar("Request", bound=GenerationBody)
+Start = Callable[[GenerationService, Request], Awaitable[Generation]]
 
 
 @serve.deployment(name="Ingress")
@@ -53,11 +57,6 @@ class Ingress:
     return the response body as a plain dict; with `stream=True`, or in their `_stream` forms, they yield its chunks.
     Call these through `handle.options(stream=True)`. A wrong request raises the typed errors of `minivllm.core.errors`,
     before the first chunk if it can be known by then.
-
-    Args:
-        args: of the application.
-        engine: handle of the Engine deployment.
-        metrics: handle of the Metrics deployment.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -70,10 +69,9 @@ class Ingress:
         freeze_gc()
         self._client = EngineClient(engine)
         self._metrics = metrics.options(_by_reference=False)
-        self._service = GenerationService(self._client, tokenizer, args, self._last_known)
+        self._service = GenerationService(self._client, tokenizer, args, self._metrics.current.remote)
         # In the background: /health answers while the engine is still loading.
         self._service.start()
-        self._server = None
         if args.http_port is not None:
             self._server = HttpServer(make_http_app(self._service), args.http_host, args.http_port)
             await self._server.open()
@@ -87,48 +85,35 @@ class Ingress:
 
     # ---- text
 
-    async def generate(
-        self, prompt: Prompt, *, stream: bool = False, **fields: Any
-    ) -> Body | AsyncGenerator[Body, None]:
+    async def generate(self, prompt: Prompt, *, stream: bool = False, **fields: Any) -> Answer:
         """Completes a prompt, or each of several."""
-        if stream:
-            return self.generate_stream(prompt, **fields)
-        return await self._response(self._completion, {"prompt": prompt, **fields})
+        return await self._answer(completion, CompletionRequest, {**fields, "prompt": prompt}, stream)
 
-    async def generate_stream(self, prompt: Prompt, **fields: Any) -> AsyncGenerator[Body, None]:
-        generation = await self._completion({"prompt": prompt, **fields, "stream": True})
-        async with contextlib.aclosing(generation.stream()) as batches:
-            async for chunks in batches:
-                for chunk in chunks:
-                    yield json.loads(chunk)
+    async def generate_stream(self, prompt: Prompt, **fields: Any) -> Answer:
+        return await self.generate(prompt, **{**fields, "stream": True})
 
-    async def chat(
-        self, messages: list[dict[str, Any]], *, stream: bool = False, **fields: Any
-    ) -> Body | AsyncGenerator[Body, None]:
+    async def chat(self, messages: list[Body], *, stream: bool = False, **fields: Any) -> Answer:
         """Answers a conversation."""
+        return await self._answer(chat_completion, ChatCompletionRequest, {**fields, "messages": messages}, stream)
+
+    async def chat_stream(self, messages: list[Body], **fields: Any) -> Answer:
+        return await self.chat(messages, **{**fields, "stream": True})
+
+    async def _answer(self, start: Start[Request], model: type[Request], fields: Body, stream: bool) -> Answer:
         if stream:
-            return self.chat_stream(messages, **fields)
-        return await self._response(self._chat_completion, {"messages": messages, **fields})
-
-    async def chat_stream(self, messages: list[dict[str, Any]], **fields: Any) -> AsyncGenerator[Body, None]:
-        generation = await self._chat_completion({"messages": messages, **fields, "stream": True})
-        async with contextlib.aclosing(generation.stream()) as batches:
-            async for chunks in batches:
-                for chunk in chunks:
-                    yield json.loads(chunk)
-
-    async def _completion(self, fields: Body) -> Generation:
-        await self._service.ready()
-        return await completion(self._service, parse(CompletionRequest, fields))
-
-    async def _chat_completion(self, fields: Body) -> Generation:
-        await self._service.ready()
-        return await chat_completion(self._service, parse(ChatCompletionRequest, fields))
-
-    async def _response(self, prepare: Callable[[Body], Awaitable[Generation]], fields: Body) -> Body:
+            return self._chunks(start, model, {**fields, "stream": True})
         if fields.get("stream_options") is not None:
             raise InvalidRequestError("stream_options: only for streams", param="stream_options")
-        return await (await prepare(fields)).response()
+        await self._service.ready()
+        return await (await start(self._service, parse(model, fields))).response()
+
+    async def _chunks(self, start: Start[Request], model: type[Request], fields: Body) -> AsyncGenerator[Body, None]:
+        await self._service.ready()
+        generation = await start(self._service, parse(model, fields))
+        async with contextlib.aclosing(generation.stream()) as batches:
+            async for chunks in batches:
+                for chunk in chunks:
+                    yield json.loads(chunk)
 
     # ---- tokens
 
@@ -152,14 +137,9 @@ class Ingress:
         """Returns the engine's statistics and settings, taken now."""
         return await self._client.stats()
 
-    async def _last_known(self) -> EngineSnapshot | None:
-        snapshot: EngineSnapshot | None = await self._metrics.current.remote()
-        return snapshot
-
     async def metrics_history(self, last: int | None = None) -> list[HistoryPoint]:
         """Returns block counts and rejections over time from the Metrics deployment, oldest first."""
-        points: list[HistoryPoint] = await self._metrics.history.remote(last)
-        return points
+        return cast("list[HistoryPoint]", await self._metrics.history.remote(last))
 
 
 def _load_tokenizer(args: AppArgs) -> Tokenizer:

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from minivllm.actors.config import LiveSettings
 from minivllm.actors.transport.messages import ChannelClosedError, EngineInfo, EngineSnapshot, GenerateRequest
@@ -25,7 +25,6 @@ Result = TypeVar("Result")
 CONSUMER_CHECK_INTERVAL_S = 1.0
 ABORT_RETRY_INTERVAL_S = 0.5
 
-
 _running_tasks: set[asyncio.Task[Any]] = set()
 """asyncio keeps only weak references to tasks."""
 
@@ -35,10 +34,7 @@ class EngineClient:
 
     Every method raises typed errors (minivllm.core.errors): InvalidRequestError, NeverFitsError and
     EngineOverloadedError for a request that was refused, EngineDeadError when the engine died or cannot be reached.
-
-    Args:
-        engine: handle of the deployment `Engine`.
-        connect_timeout_s: how long a request waits for an engine that is starting.
+    A request waits up to `connect_timeout_s` for an engine that is starting.
     """
 
     def __init__(self, engine: DeploymentHandle[Any], *, connect_timeout_s: float = 5.0) -> None:
@@ -67,13 +63,11 @@ class EngineClient:
 
     async def info(self) -> EngineInfo:
         """What never changes while one engine lives; waits for an engine that is still loading."""
-        info: EngineInfo = await _typed(self._call.info.remote())
-        return info
+        return cast(EngineInfo, await _typed(self._call.info.remote()))
 
     async def stats(self) -> EngineSnapshot:
         """Returns a snapshot taken now, between two steps."""
-        snapshot: EngineSnapshot = await _typed(self._call.stats.remote())
-        return snapshot
+        return cast(EngineSnapshot, await _typed(self._call.stats.remote()))
 
     def count_never_fits(self) -> None:
         """Makes the engine count a prompt that can never fit and was not sent to it. Does not wait."""
@@ -126,11 +120,7 @@ class _Channel:
             response.cancel()
             if isinstance(error, TimeoutError):
                 raise EngineDeadError(f"no engine is ready ({timeout_s:g} s waited)") from None
-            if isinstance(error, StopAsyncIteration):
-                raise EngineDeadError("the engine has ended") from None
             raise
-        if isinstance(first, MinivllmError):
-            raise first
         return cls(channel_id, response, call, first)
 
     def close(self, error: MinivllmError) -> None:
@@ -142,7 +132,7 @@ class _Channel:
 
     async def submit(self, request: GenerateRequest) -> RequestStream:
         """Sends a request. Raises the refusal."""
-        live = LiveRequest(request.request_id, request.sampling_params.n, is_submitted=False)
+        live = LiveRequest(request.request_id, set(range(request.sampling_params.n)), is_submitted=False)
         self.router.add(live)
         stream = RequestStream(self.router, live)
         try:
@@ -180,7 +170,7 @@ class _Channel:
             await asyncio.sleep(ABORT_RETRY_INTERVAL_S)
 
     async def _read(self) -> None:
-        error = EngineDeadError("the engine has ended")
+        error: MinivllmError = EngineDeadError("the connection to the engine was closed")
         try:
             while True:
                 message = await _typed(anext(self._response))
@@ -188,10 +178,8 @@ class _Channel:
                     self._settings = message
                 else:
                     self.router.deliver(message, time.monotonic())
-        except StopAsyncIteration:
-            pass
         except MinivllmError as reason:
-            error = EngineDeadError(f"the connection to the engine broke: {reason}")
+            error = reason
         finally:
             self.close(error)
 
@@ -221,12 +209,14 @@ def in_own_context(coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Resul
 
 
 async def _typed(response: Any) -> Any:
-    """Awaits a response of the engine. Raises EngineDeadError for any error of Ray's, and for a cancellation that
-    does not come from the caller."""
+    """Awaits a response of the engine. Raises EngineDeadError for the end of a stream, for any error of Ray's, and for
+    a cancellation that does not come from the caller."""
     try:
         return await response
-    except (MinivllmError, StopAsyncIteration):
+    except MinivllmError:
         raise
+    except StopAsyncIteration:
+        raise EngineDeadError("the engine has ended and is being replaced") from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

@@ -26,10 +26,6 @@ KEEP_ALIVE_S = 90
 """As Serve's proxy, and longer than clients keep idle connections: the server does not close one that is being used."""
 
 
-class PortInUseError(OSError):
-    """Another program listens on the port."""
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises OSError if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,30 +33,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """Serves an ASGI application from the running event loop.
-
-    Args:
-        app: answers at `/`, whatever `route_prefix` it has in Serve.
-        host: address to listen on.
-        port: 0 takes a free one.
-    """
+    """Serves an ASGI application at `/` from the running event loop. Port 0 takes a free one."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         self.host = host
         self.port = port
         quiet: dict[str, Any] = {"access_log": False, "log_config": None, "log_level": "warning"}
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
-        )
+        config = uvicorn.Config(app, lifespan="off", ws="none", timeout_keep_alive=KEEP_ALIVE_S, **quiet)
+        self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self, timeout_s: float = BIND_TIMEOUT_S) -> None:
-        """Returns when connections are accepted.
-
-        Raises:
-            PortInUseError: the port was in use for `timeout_s`.
-            OSError: this machine has no such address, or the port is not permitted.
-        """
+        """Returns when connections are accepted. Raises OSError: the port was in use for `timeout_s`, is not permitted,
+        or this machine has no such address."""
         listener = await self._bind(time.monotonic() + timeout_s)
         self.port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -93,5 +78,5 @@ class HttpServer:
                     raise
                 if time.monotonic() > deadline:
                     message = f"http_port: {self.port} on {self.host} is in use by another program"
-                    raise PortInUseError(errno.EADDRINUSE, message) from error
+                    raise OSError(errno.EADDRINUSE, message) from error
             await asyncio.sleep(0.1)

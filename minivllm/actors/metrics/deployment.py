@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 from minivllm.actors.metrics.prometheus import render_prometheus
 from minivllm.actors.process import use_batch_cpu_policy
@@ -14,37 +14,25 @@ from minivllm.actors.transport.messages import EngineSnapshot
 class HistoryPoint:
     """Block counts and cumulative block-admission rejections at one moment (seconds since the epoch)."""
 
-    time: float
+    time: float = field(compare=False)
     engine_id: str
     num_free_blocks: int
     num_used_blocks: int
     num_total_blocks: int
     num_running: int
     num_waiting: int
-    rejections: dict[str, int] = field(default_factory=dict)
+    rejections: dict[str, int]
 
     @classmethod
     def of(cls, snapshot: EngineSnapshot) -> HistoryPoint:
-        stats = snapshot.stats
-        return cls(
-            time=snapshot.time,
-            engine_id=snapshot.engine_id,
-            num_free_blocks=stats.num_free_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_total_blocks=stats.num_total_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            rejections=dict(stats.rejections),
-        )
+        names = [one.name for one in fields(cls) if hasattr(snapshot.stats, one.name)]
+        return cls(snapshot.time, snapshot.engine_id, **{name: getattr(snapshot.stats, name) for name in names})
 
 
 class Metrics:
-    """The newest snapshot and a bounded history. The engine sends every change.
+    """The newest snapshot and a history of `history_size` points. A stretch without changes takes two points.
 
     Every snapshot has the engine's cumulative counters, so that a new actor is complete after the first one.
-
-    Args:
-        history_size: points kept. A stretch without changes takes two points.
     """
 
     def __init__(self, history_size: int) -> None:
@@ -62,7 +50,7 @@ class Metrics:
                 return
         self._current = snapshot
         point, history = HistoryPoint.of(snapshot), self._history
-        if len(history) >= 2 and all(replace(history[i], time=point.time) == point for i in (-1, -2)):
+        if len(history) >= 2 and history[-2] == history[-1] == point:
             history.pop()
         history.append(point)
 

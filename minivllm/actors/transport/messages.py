@@ -17,15 +17,19 @@ TIME_TO_FIRST_TOKEN = "time_to_first_token_seconds"
 INTER_TOKEN_LATENCY = "inter_token_latency_seconds"
 REQUEST_LATENCY = "request_latency_seconds"
 
-HISTOGRAM_BOUNDS = {
+HISTOGRAM_HELP = {
+    TIME_TO_FIRST_TOKEN: "From the arrival at the engine to the first token",
+    INTER_TOKEN_LATENCY: "Between two tokens of one sequence",
+    REQUEST_LATENCY: "From the arrival at the engine to the end of the request",
+}
+_HISTOGRAM_BOUNDS = {
     TIME_TO_FIRST_TOKEN: (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0),
     INTER_TOKEN_LATENCY: (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
     REQUEST_LATENCY: (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 900.0),
 }
 
-ChannelMessage = LiveSettings | list[RequestOutput] | MinivllmError
-"""What a channel carries from the engine to a client: the settings in force first and after each change, then outputs.
-An error is the only message of a channel that the engine refuses to open."""
+ChannelMessage = LiveSettings | list[RequestOutput]
+"""What a channel carries from the engine to a client: the settings, at first and after each change, and outputs."""
 
 
 class ChannelClosedError(MinivllmError):
@@ -34,7 +38,7 @@ class ChannelClosedError(MinivllmError):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request to the engine, in token ids. `request_id` must be unique among the live requests."""
+    """The arguments of `LLMEngine.add_request`. `request_id` must be unique among the live requests."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -83,7 +87,7 @@ class Histogram:
 
 def empty_histograms() -> dict[str, Histogram]:
     """Returns the latency histograms of a new engine, by metric name."""
-    return {name: Histogram.empty(bounds) for name, bounds in HISTOGRAM_BOUNDS.items()}
+    return {name: Histogram.empty(bounds) for name, bounds in _HISTOGRAM_BOUNDS.items()}
 
 
 @dataclass(slots=True)
@@ -103,4 +107,3 @@ class EngineSnapshot:
     is_dead: bool = False
     histograms: dict[str, Histogram] = field(default_factory=dict)
     settings: LiveSettings = field(default_factory=LiveSettings)
-    """The settings in force."""

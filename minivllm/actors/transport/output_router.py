@@ -6,14 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
-from minivllm.actors.transport.messages import (
-    INTER_TOKEN_LATENCY,
-    REQUEST_LATENCY,
-    TIME_TO_FIRST_TOKEN,
-    Histogram,
-)
+from minivllm.actors.transport.messages import INTER_TOKEN_LATENCY, REQUEST_LATENCY, TIME_TO_FIRST_TOKEN, Histogram
 from minivllm.core.errors import InvalidRequestError, MinivllmError
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sequence import FinishReason
@@ -21,6 +16,7 @@ from minivllm.core.sequence import FinishReason
 logger = logging.getLogger("minivllm.engine")
 
 
+@dataclass(slots=True, eq=False)
 class RequestOutputCollector:
     """A queue with at most one output per sample: an output is merged into the one that already waits.
 
@@ -28,13 +24,10 @@ class RequestOutputCollector:
     its tokens. Belongs to one asyncio loop and has one consumer.
     """
 
-    __slots__ = ("_last_taken", "_outputs", "_waiter", "is_closed")
-
-    def __init__(self) -> None:
-        self.is_closed = False
-        self._outputs: dict[tuple[str, int], RequestOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._last_taken = time.monotonic()
+    is_closed: bool = False
+    _outputs: dict[tuple[str, int], RequestOutput] = field(default_factory=dict)
+    _waiter: asyncio.Future[None] | None = None
+    _last_taken: float = field(default_factory=time.monotonic)
 
     def push(self, output: RequestOutput) -> None:
         key = (output.request_id, output.index)
@@ -89,15 +82,13 @@ def merge(first: RequestOutput, second: RequestOutput) -> None:
     first.stop_token_id = second.stop_token_id
 
 
+@dataclass(slots=True)
 class Latencies:
     """Observes the token times of one request in the engine's histograms. Times are seconds of `time.monotonic()`."""
 
-    __slots__ = ("_arrival", "_histograms", "_last")
-
-    def __init__(self, histograms: dict[str, Histogram], arrival: float) -> None:
-        self._histograms = histograms
-        self._arrival = arrival
-        self._last: dict[int, float] = {}
+    _histograms: dict[str, Histogram]
+    _arrival: float
+    _last: dict[int, float] = field(default_factory=dict)
 
     def tokens_arrived(self, index: int, count: int, now: float) -> None:
         """`count` tokens of sample `index` came together: they share the time since the one before."""
@@ -117,26 +108,20 @@ class LiveRequest:
     """A request until its last terminal output has been delivered."""
 
     request_id: str
-    num_samples: InitVar[int]
+    open_samples: set[int]
+    """Samples that have not ended."""
     collector: RequestOutputCollector = field(default_factory=RequestOutputCollector)
     latencies: Latencies | None = None
     is_submitted: bool = True
     """False in a client until the engine has accepted the request."""
     is_aborted: bool = False
-    open_samples: set[int] = field(init=False)
-    """Samples that have not ended."""
-
-    def __post_init__(self, num_samples: int) -> None:
-        self.open_samples = set(range(num_samples))
 
 
 class OutputRouter:
     """Delivers outputs to the collectors of their requests, and aborts requests. Belongs to one asyncio loop.
 
-    An aborted request stays until its terminal outputs have come, so that its id is not used again before.
-
-    Args:
-        send_abort: called once per request or sample to abort, with `request_id` and `index` (None: all samples).
+    An aborted request stays until its terminal outputs have come, so that its id is not used again before. `send_abort`
+    is called once per request or sample to abort, with `request_id` and `index` (None: all samples).
     """
 
     def __init__(self, send_abort: Callable[[str, int | None], None]) -> None:
@@ -172,10 +157,10 @@ class OutputRouter:
         if live.is_submitted:
             self._send_abort(request_id, index)
 
-    def abort_all(self, collector: RequestOutputCollector | None = None) -> None:
-        """Aborts all requests, or those of one collector."""
+    def abort_all(self, collector: RequestOutputCollector) -> None:
+        """Aborts the requests of one collector."""
         for live in list(self._live.values()):
-            if collector is None or live.collector is collector:
+            if live.collector is collector:
                 self.abort(live.request_id)
 
     def abort_unread(self, timeout_s: float) -> None:
@@ -213,14 +198,12 @@ class OutputRouter:
             live.open_samples.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class RequestStream:
     """The outputs of one submitted request, for one consumer on the router's asyncio loop."""
 
-    __slots__ = ("_live", "_router")
-
-    def __init__(self, router: OutputRouter, live: LiveRequest) -> None:
-        self._router = router
-        self._live = live
+    _router: OutputRouter
+    _live: LiveRequest
 
     async def take(self) -> list[RequestOutput]:
         """Waits for outputs; returns all since the last call, one per sample. Empty once every sample has ended."""

@@ -18,7 +18,7 @@ from minivllm.actors.transport.messages import EngineSnapshot, GenerateRequest
 from minivllm.core.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, NeverFitsError
 from minivllm.core.sampling_params import SamplingParams, StructuredOutput
 from minivllm.core.sequence import FinishReason
-from tests.actors.fakes import PacedRunner, started_loop
+from tests.actors.fakes import PacedRunner, paced_engine, started_loop
 from tests.actors.helpers import assert_idle, collect, read, request, submit_to, until
 
 
@@ -282,9 +282,23 @@ async def test_idle_engine_uses_no_cpu(loop: EngineLoop, runner: PacedRunner) ->
     assert time.process_time() - before < 0.05
 
 
+async def recording_loop(
+    runner: PacedRunner, snapshots: list[EngineSnapshot], *, snapshot_interval_s: float
+) -> EngineLoop:
+    """Returns a started loop that appends a snapshot to `snapshots` at each change."""
+    loop = EngineLoop(
+        lambda: paced_engine(runner),
+        LiveSettings(),
+        on_change=lambda: snapshots.append(loop.last_snapshot()),
+        snapshot_interval_s=snapshot_interval_s,
+    )
+    await loop.start()
+    return loop
+
+
 async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 1000.0})
+    loop = await recording_loop(runner, snapshots, snapshot_interval_s=1000.0)
     for index in range(3):
         await collect(submit_to(loop, request(f"r{index}", 30)))
         await until(lambda: snapshots[-1].stats.num_running == 0, "a snapshot without running requests")
@@ -298,7 +312,7 @@ async def test_last_snapshot_shows_all_blocks_free(runner: PacedRunner) -> None:
 
 async def test_snapshots_under_load_keep_the_snapshot_interval(runner: PacedRunner) -> None:
     snapshots: list[EngineSnapshot] = []
-    loop = await started_loop(runner, options={"on_snapshot": snapshots.append, "snapshot_interval_s": 0.1})
+    loop = await recording_loop(runner, snapshots, snapshot_interval_s=0.1)
     await collect(submit_to(loop, request("r", 200)))
     busy = [snapshot for snapshot in snapshots if snapshot.stats.num_running]
     assert busy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from minivllm.actors.ingress.http_server import HttpServer, PortInUseError
+from minivllm.actors.ingress.http_server import HttpServer
 from tests.conftest import free_port
 
 HOST = "127.0.0.1"
@@ -57,8 +58,9 @@ async def test_server_answers_between_open_and_close() -> None:
 async def test_port_in_use_raises_an_error_with_the_port() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortInUseError, match=f"http_port: {port} on {HOST} is in use"):
+        with pytest.raises(OSError, match=f"http_port: {port} on {HOST} is in use") as caught:
             await HttpServer(Slow().app(), HOST, port).open(timeout_s=0.3)
+        assert caught.value.errno == errno.EADDRINUSE
 
 
 async def test_open_waits_until_the_previous_server_frees_the_port() -> None:

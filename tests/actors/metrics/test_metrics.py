@@ -15,7 +15,7 @@ from minivllm.actors.config import AppArgs
 from minivllm.actors.metrics import deployment
 from minivllm.actors.metrics.deployment import Metrics
 from minivllm.actors.metrics.prometheus import render_prometheus
-from minivllm.actors.metrics.publisher import SnapshotPublisher
+from minivllm.actors.metrics.publisher import publish_snapshots
 from minivllm.actors.openai.serving import service as openai_service
 from minivllm.actors.transport.messages import EngineSnapshot, Histogram, empty_histograms
 from minivllm.actors.transport.output_router import Latencies
@@ -211,18 +211,32 @@ class Receiver:
             self.under_way -= 1
 
 
-async def started(receiver: Receiver, **times: float) -> SnapshotPublisher:
-    publisher = SnapshotPublisher(receiver.send, **times)
-    publisher.start(lambda: snapshot(1000))
-    return publisher
+class Publisher:
+    """Runs `publish_snapshots` with the snapshot of the newest `number`."""
+
+    def __init__(self, receiver: Receiver, **times: float) -> None:
+        self._number = 0
+        self._changed = asyncio.Event()
+        publishing = publish_snapshots(lambda: snapshot(self._number), self._changed, receiver.send, **times)
+        self._task = asyncio.create_task(publishing)
+
+    def publish(self, number: int) -> None:
+        self._number = number
+        self._changed.set()
+
+    def change_silently(self, number: int) -> None:
+        self._number = number
+
+    def stop(self) -> None:
+        self._task.cancel()
 
 
 async def test_publisher_sends_one_snapshot_at_a_time_and_the_newest_last() -> None:
     receiver = Receiver()
-    publisher = await started(receiver)
+    publisher = Publisher(receiver)
     receiver.open.clear()
     for number in range(50):
-        publisher.publish(snapshot(number))
+        publisher.publish(number)
         await asyncio.sleep(0)
     receiver.open.set()
     await asyncio.sleep(0.05)
@@ -234,11 +248,12 @@ async def test_publisher_sends_one_snapshot_at_a_time_and_the_newest_last() -> N
 
 async def test_publisher_retries_a_failed_delivery_without_new_snapshots() -> None:
     receiver = Receiver()
-    publisher = await started(receiver, heartbeat_s=0.05)
+    publisher = Publisher(receiver, heartbeat_s=0.05)
     receiver.broken = True
-    publisher.publish(snapshot(1))
+    publisher.publish(1)
     await until(lambda: receiver.attempts > 1, "a second try")
     assert receiver.got == []
+    publisher.change_silently(1000)
     receiver.broken = False
     await until(lambda: bool(receiver.got), "a delivery")
     assert set(receiver.got) == {1000}
@@ -247,10 +262,11 @@ async def test_publisher_retries_a_failed_delivery_without_new_snapshots() -> No
 
 async def test_publisher_times_out_and_retries_a_hung_delivery() -> None:
     receiver = Receiver()
-    publisher = await started(receiver, heartbeat_s=0.05, timeout_s=0.05)
+    publisher = Publisher(receiver, heartbeat_s=0.05, timeout_s=0.05)
     receiver.open.clear()
-    publisher.publish(snapshot(1))
+    publisher.publish(1)
     await until(lambda: receiver.attempts > 1, "a second try")
+    publisher.change_silently(1000)
     receiver.open.set()
     await until(lambda: 1000 in receiver.got, "a delivery")
     assert receiver.most_under_way == 1
