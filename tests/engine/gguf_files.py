@@ -23,16 +23,18 @@ from tests.engine.tiny_models import VOCAB_SIZE
 Array = npt.NDArray[Any]
 
 ARCHITECTURE_OF = {
+    "cohere": "command-r",
     "gemma3_text": "gemma3",
     "granitemoeshared": "granitemoe",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo3": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
-_WITH_WINDOW = ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "olmo3")
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3", "arcee", "olmo")
+_WITH_WINDOW = ("mistral", "cohere2", "mixtral", "gemma2", "gemma3_text", "phi3", "olmo3")
 
 
 @dataclass
@@ -213,18 +215,18 @@ def _metadata(architecture: str, config: PreTrainedConfig) -> dict[str, Any]:
         "attention.scale": getattr(config, "attention_multiplier", None),
         "embedding_scale": getattr(config, "embedding_multiplier", None),
         "residual_scale": getattr(config, "residual_multiplier", None),
-        "logit_scale": getattr(config, "logits_scaling", None),
+        "logit_scale": getattr(config, "logits_scaling", None) or getattr(config, "logit_scale", None),
+        "attention.clamp_kqv": getattr(config, "clip_qkv", None),
     }
     if config.model_type in _WITH_WINDOW and (config.sliding_window or architecture == "phi3"):
         found["attention.sliding_window"] = config.sliding_window or 0
     if config.model_type == "olmo3":
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         found["attention.sliding_window_pattern"] = pattern
-    if architecture in ("llama", "smollm3", "granite", "granitemoe"):
+    if architecture in _PERMUTED and architecture != "olmo":
         found |= {"vocab_size": config.vocab_size, "rope.dimension_count": _head_dim(config)}
-    if architecture in ("phi3", "stablelm"):
-        found["rope.dimension_count"] = int(_head_dim(config) * rope["partial_rotary_factor"])
     if architecture == "phi3":
+        found["rope.dimension_count"] = int(_head_dim(config) * rope["partial_rotary_factor"])
         found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
         if rope_type == "longrope":
             original = rope["original_max_position_embeddings"]
@@ -239,8 +241,13 @@ def _metadata(architecture: str, config: PreTrainedConfig) -> dict[str, Any]:
         found["rope.scaling.yarn_beta_slow"] = rope.get("beta_slow")
     if architecture in ("gemma", "gemma2"):
         found["rope.freq_base"] = None
-    if architecture == "stablelm":
-        found["use_parallel_residual"] = config.use_parallel_residual
+    if architecture == "mistral3" and rope_type == "yarn":
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if architecture in ("command-r", "cohere2"):
+        found["rope.scaling.type"] = "none"
+    if architecture == "olmo":
+        found["attention.layer_norm_epsilon"] = 1e-5
     general = {
         "general.architecture": architecture,
         "general.type": "model",

@@ -14,16 +14,23 @@ from gguf.constants import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
     GraniteConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,6 +38,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -148,6 +156,36 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "olmo2": lambda: Olmo2Config(**_COMMON),
     "olmo3": lambda: Olmo3Config(**{**_COMMON, "num_hidden_layers": 5}, sliding_window=9),
+    "olmo": lambda: OlmoConfig(**_COMMON),
+    "olmo, clipped": lambda: OlmoConfig(**_COMMON, clip_qkv=0.5),
+    "olmoe": lambda: OlmoeConfig(**_COMMON, num_experts=4, num_experts_per_tok=2),
+    "ministral3": lambda: Ministral3Config(
+        **_COMMON,
+        head_dim=16,
+        rope_parameters={
+            **_YARN,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "command-r": lambda: CohereConfig(**_COMMON, logit_scale=0.5),
+    "command-r, norms of queries and keys": lambda: CohereConfig(**_COMMON, logit_scale=0.5, use_qk_norm=True),
+    "cohere2": lambda: Cohere2Config(**{**_COMMON, "num_hidden_layers": 5}, logit_scale=0.5, sliding_window=9),
+    "arcee": lambda: ArceeConfig(**_COMMON),
+    "seed_oss": lambda: SeedOssConfig(**_COMMON, head_dim=16),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=48,
+        n_layer=2,
+        n_head=6,
+        n_inner=64,
+        n_positions=256,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
 }
 """Each architecture and feature that GGUF files can have here."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.gguf.keys import Keys
@@ -31,7 +31,7 @@ class Architecture:
         permuted: parameters whose rows the converter reordered so that the two halves of a rotation are neighbours.
         transposed: parameters that have inputs first.
         norm_offset: what the converter added to the weights of norms.
-        rotates_part: the rotation may cover a part of a head.
+        rotation: how much of a head rotary embeddings may rotate: the "whole", a "part" or "none".
         longest_without_base: up to this context a file may lack the base of the rotation, which is then 10000.
         adjust: sets config fields that no table can tell.
     """
@@ -47,7 +47,7 @@ class Architecture:
     permuted: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     norm_offset: int = 0
-    rotates_part: bool = False
+    rotation: Literal["whole", "part", "none"] = "whole"
     longest_without_base: int = 0
     adjust: Callable[[Keys, dict[str, Any]], None] = lambda keys, config: None
 
@@ -184,10 +184,32 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> None:
         raise keys.file.error("lacks the tensors rope_factors_long.weight and rope_factors_short.weight")
 
 
+def _cohere2(keys: Keys, config: dict[str, Any]) -> None:
+    _layer_types(keys, config, period=4)
+
+
+def _ministral3(keys: Keys, config: dict[str, Any]) -> None:
+    config["rope_parameters"]["llama_4_scaling_beta"] = keys.get("attention.temperature_scale")
+    keys.get("rope.scaling.yarn_log_multiplier")
+
+
 def _starcoder2(keys: Keys, config: dict[str, Any]) -> None:
     config["sliding_window"] = keys.get("attention.sliding_window", None)
 
 
+_COHERE: Tensors = {f"{_LAYER}.input_layernorm": "blk.*.attn_norm", **_ATTENTION, **_GATED_MLP}
+_GPT2: Tensors = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "transformer.h.*.ln_1": "blk.*.attn_norm",
+    "transformer.h.*.attn.c_attn": "blk.*.attn_qkv",
+    "transformer.h.*.attn.c_proj": "blk.*.attn_output",
+    "transformer.h.*.ln_2": "blk.*.ffn_norm",
+    "transformer.h.*.mlp.c_fc": "blk.*.ffn_up",
+    "transformer.h.*.mlp.c_proj": "blk.*.ffn_down",
+}
 _GEMMA_FIXED = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 
@@ -301,7 +323,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
                 f"{_LAYER}.mlp.gate_up_proj": "blk.*.ffn_up",
                 f"{_LAYER}.mlp.down_proj": "blk.*.ffn_down",
             },
-            rotates_part=True,
+            rotation="part",
             adjust=_phi3,
         ),
     ),
@@ -367,6 +389,89 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
             tensors={**_ATTENTION, **_NORMS_AROUND, **_QK_NORMS, **_GATED_MLP},
         ),
     ),
+    "mistral3": (
+        Architecture(
+            model_type="ministral3",
+            when=lambda file: (
+                _has("attention.temperature_scale")(file) or _has("rope.scaling.yarn_log_multiplier")(file)
+            ),
+            keys=_RMS_NORM,
+            tensors=_LLAMA,
+            permuted=_PERMUTED,
+            adjust=_ministral3,
+        ),
+        Architecture(
+            model_type="mistral",
+            keys=_RMS_NORM,
+            fixed={"sliding_window": None},
+            tensors=_LLAMA,
+            permuted=_PERMUTED,
+        ),
+    ),
+    "command-r": (
+        Architecture(
+            model_type="cohere",
+            keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+            biases={"attention_bias": "blk.0.attn_q.bias", "use_qk_norm": "blk.0.attn_q_norm.weight"},
+            tensors={**_COHERE, **_QK_NORMS},
+        ),
+    ),
+    "cohere2": (
+        Architecture(
+            model_type="cohere2",
+            keys={
+                "attention.layer_norm_epsilon": "layer_norm_eps",
+                "logit_scale": "logit_scale",
+                "attention.sliding_window": "sliding_window",
+            },
+            tensors=_COHERE,
+            adjust=_cohere2,
+        ),
+    ),
+    "olmo": (
+        Architecture(
+            model_type="olmo",
+            optional={"attention.clamp_kqv": ("clip_qkv", None)},
+            accepted={"{arch}.attention.layer_norm_epsilon": (9.999999747378752e-06,)},  # 1e-5 in float32
+            tensors={**_ATTENTION, **_GATED_MLP},
+            permuted=_PERMUTED,
+        ),
+    ),
+    "olmoe": (
+        Architecture(
+            model_type="olmoe",
+            keys={**_RMS_NORM, **_EXPERTS},
+            fixed={"norm_topk_prob": False},
+            tensors={**_LLAMA_MOE, **_QK_NORMS},
+        ),
+    ),
+    "arcee": (
+        Architecture(
+            model_type="arcee",
+            keys=_RMS_NORM,
+            fixed={"hidden_act": "relu2"},
+            biases=_LLAMA_BIASES,
+            tensors=_LLAMA,
+            permuted=_PERMUTED,
+        ),
+    ),
+    "seed_oss": (
+        Architecture(
+            model_type="seed_oss",
+            keys=_RMS_NORM,
+            biases={**_LLAMA_BIASES, "attention_out_bias": "blk.0.attn_output.bias"},
+            tensors={**_LLAMA, f"{_LAYER}.post_attention_layernorm": "blk.*.post_attention_norm"},
+        ),
+    ),
+    "gpt2": (
+        Architecture(
+            model_type="gpt2",
+            keys={"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "n_inner"},
+            tensors=_GPT2,
+            transposed=frozenset(name for name in _GPT2 if ".c_" in name),
+            rotation="none",
+        ),
+    ),
 }
 
 
@@ -401,12 +506,13 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
     if keys.get("attention.value_length", head_dim) != head_dim:
         raise file.error("has keys and values of different sizes, which cannot be served")
     config["head_dim"] = head_dim
-    config["rope_parameters"] = rope_parameters(
-        keys,
-        head_dim,
-        rotates_part=architecture.rotates_part,
-        longest_without_base=architecture.longest_without_base,
-    )
+    if architecture.rotation != "none":
+        config["rope_parameters"] = rope_parameters(
+            keys,
+            head_dim,
+            rotates_part=architecture.rotation == "part",
+            longest_without_base=architecture.longest_without_base,
+        )
     config |= {name: tensor in file.tensors for name, tensor in architecture.biases.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["vocab_size"] = _vocab_size(file, keys)

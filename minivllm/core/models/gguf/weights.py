@@ -77,7 +77,6 @@ def load_model(file: GGUFFile, config: PreTrainedConfig, device: torch.device, *
 def _fill_parameters(model: PreTrainedModel, file: GGUFFile, architecture: Architecture) -> set[str]:
     """Fills every parameter. Returns the names of the tensors used."""
     used = {LONG_FACTORS, SHORT_FACTORS}  # in the config
-    head_dim = model.config.head_dim
     for name, parameter in model.named_parameters():
         place, sources = _sources(name, architecture)
         if missing := [source for source in sources if source not in file.tensors]:
@@ -91,7 +90,7 @@ def _fill_parameters(model: PreTrainedModel, file: GGUFFile, architecture: Archi
         for tensor, part in zip(tensors, parts, strict=True):
             data = tensor.data
             if place in architecture.permuted:
-                data = _unpermuted(data, tensor.shape[0], head_dim)
+                data = _unpermuted(data, tensor.shape[0], model.config.head_dim)
             _fill(part, data, tensor.type, offset)
         used |= set(sources)
     return used
