@@ -22,8 +22,9 @@ ALLOWED_IMPORTS = {
     "core/scheduler": {"core/kv_cache"},
     "core/attention": set(),
     "core/native": {"core/attention"},
-    "core/models": {"core/attention", "core/native"},
-    "core/text": {"core/models"},
+    "core/models": {"core/attention", "core/models/gguf", "core/native"},
+    "core/models/gguf": set(),
+    "core/text": {"core/models", "core/models/gguf"},
     "core/sampling": {"core/text"},
     "core/worker": {
         "core/attention",
