@@ -6,8 +6,10 @@ import functools
 import itertools
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -412,6 +414,39 @@ def test_end_of_turn_tokens_are_those_of_keys_and_of_known_names() -> None:
     metadata["tokenizer.ggml.token_type"][backend.token_to_id("<|endoftext|>")] = NORMAL
     assert end_of_turn_ids(metadata) == {backend.token_to_id("<|im_end|>"), 7, 8}
     assert end_of_turn_ids(sentencepiece_file()) == {2}
+
+
+def save_gguf(path: Path, metadata: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(("after", "end"), [("<|user|>", {"<|user|>"}), ("<think>", set())], ids=["special", "text"])
+def test_tokenizer_of_a_file_has_all_tokens_that_end_a_turn(after: str, end: set[str], tmp_path: Path) -> None:
+    metadata = sentencepiece_file() | {
+        "tokenizer.ggml.eot_token_id": 300,
+        "tokenizer.chat_template": "{% for m in messages %}{{ bos_token }}{{ m.content }}" + after + "{% endfor %}",
+    }
+    save_gguf(tmp_path / "model.gguf", metadata)
+    tokenizer = load_tokenizer(EngineConfig(model=str(tmp_path / "model.gguf")))
+    for text in CORPUS:
+        assert tokenizer.encode(text) == TextTokenizer(build_tokenizer(metadata)).encode(text)
+    expected = {"</s>", metadata["tokenizer.ggml.tokens"][300]} | end
+    assert {tokenizer.token(i) for i in tokenizer.eos_token_ids} == expected
 
 
 # Files that are refused
