@@ -172,6 +172,27 @@ def test_stop_string_ends_the_text_and_frees_the_blocks(llm: LLM) -> None:
         assert result.outputs[0].num_tokens <= 24
 
 
+def test_stop_string_that_is_a_special_token_ends_the_text(llm: LLM) -> None:
+    token_id = llm.tokenizer.special_token_id("<|end|>")
+    assert token_id is not None
+    params = greedy(24, ignore_eos=True, stop=("<|end|>",), logit_bias={token_id: 100.0})
+    result = generate(llm, "The", params)[0]
+    assert (result.text, result.finish_reason) == ("", FinishReason.STOP)
+    assert result.outputs[0].stop_reason == "<|end|>"
+    assert result.outputs[0].num_tokens == 1
+
+
+def test_end_of_turn_of_the_chat_template_ends_the_text(folder: Path, tmp_path: Path) -> None:
+    hf_tokenizer = copy.deepcopy(tokenizer_of("byte_level").hf_tokenizer)
+    hf_tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|end|>\n{% endfor %}"
+    hf_tokenizer.save_pretrained(tmp_path)
+    llm = LLM(str(folder), tokenizer=str(tmp_path), dtype="float32", device="cpu", num_blocks=16, block_size=8)
+    bias = {hf_tokenizer.convert_tokens_to_ids("<|end|>"): 100.0}
+    ended, ignored = generate(llm, ["The"] * 2, [greedy(logit_bias=bias), greedy(logit_bias=bias, ignore_eos=True)])
+    assert (ended.text, ended.finish_reason, len(ended.token_ids)) == ("", FinishReason.STOP, 1)
+    assert (ignored.finish_reason, len(ignored.token_ids)) == (FinishReason.LENGTH, 24)
+
+
 def test_stop_string_ends_only_the_sample_that_contains_it(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=4, max_tokens=16, ignore_eos=True)
     plain = generate(llm, "The", params)[0].outputs

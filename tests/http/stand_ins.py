@@ -87,6 +87,7 @@ class ScriptedRunner:
         self.max_model_len = max_model_len
         self.vocab_size = tokenizer.vocab_size
         self.eos_token_ids = tokenizer.eos_token_ids
+        self.eos_token_id = tokenizer.eos_token_id or 0
         self.generation_defaults: dict[str, Any] = {}
         self.default_token_budget = 512
         self.live: set[str] = set()
@@ -101,7 +102,7 @@ class ScriptedRunner:
         prompt = self.tokenizer.decode(sequence.prompt_token_ids, skip_special_tokens=False)
         reply = next((text for piece, text in self.replies.items() if piece in prompt), None)
         ids = self.tokenizer.encode(self.default if reply is None else reply, add_special_tokens=False)
-        self._scripts[sequence.seq_id] = ids * 2000 if reply is None else [*ids, *sorted(self.eos_token_ids)[:1]]
+        self._scripts[sequence.seq_id] = ids * 2000 if reply is None else [*ids, self.eos_token_id]
         self.live.add(sequence.seq_id)
 
     def precompile(self, sampling_params: SamplingParams) -> None:

@@ -225,6 +225,20 @@ def test_hidden_stop_token_has_a_logprob_and_no_text(client: httpx.Client, token
     assert shown["choices"][0]["text"] == "x"
 
 
+def test_stop_string_that_is_a_special_token_ends_the_text(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    token = tokenizer.special_token_id("<|im_start|>")
+    body = {"logit_bias": {str(token): 100}, "stop": ["zq", "<|im_start|>"], "ignore_eos": True, "max_tokens": 30}
+    answer = ask(client, **body)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["text"] == ""
+    assert answer["usage"]["completion_tokens"] == 1
+    shown = ask(client, include_stop_str_in_output=True, **body)
+    assert shown["choices"][0]["text"] == "<|im_start|>"
+    chunks = streamed(client, PATH, {"model": "tiny", "prompt": "Once", **body})
+    assert joined_text(chunks) == ""
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 # ---- sampling parameters ----
 
 

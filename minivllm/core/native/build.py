@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from minivllm.core.cache_folder import cache_folder
 from minivllm.core.native.bindings import declare
+from minivllm.core.native.cache_folder import cache_folder
 from minivllm.core.native.packing import check_amx
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,8 @@
              characters                         start of a stop string
 
 A stop string ends the text with its last character, wherever tokens begin and end. Of several, the one that completes
-first wins; of those that complete with the same character, the first in the list.
+first wins; of those that complete with the same character, the first in the list. A stop string that is a special token
+is found although `skip_special_tokens` leaves the token out of the text.
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ class IncrementalDetokenizer:
         self._params = sampling_params
         self._decoder = tokenizer.incremental_decoder(sampling_params.skip_special_tokens)
         self._stops = StopStrings(sampling_params.stop)
+        self._special_stops = {}
+        if sampling_params.skip_special_tokens:
+            ids = {tokenizer.special_token_id(stop): stop for stop in sampling_params.stop}
+            self._special_stops = {token_id: stop for token_id, stop in ids.items() if token_id is not None}
         self._pending_text = ""
         self._pending_tokens: list[_Token] = []
         self._decoded_length = 0
@@ -141,8 +146,13 @@ class IncrementalDetokenizer:
         is_stop_token = stop_token_id is not None and stop_token_id in self._params.stop_token_ids
         hides_last = is_stop_token and not self._params.include_stop_str_in_output and token_ids[-1:] == [stop_token_id]
         for place, token_id in enumerate(token_ids):
-            text = "" if hides_last and place == len(token_ids) - 1 else self._decoder.push(token_id)
             self.num_tokens += 1
+            if hides_last and place == len(token_ids) - 1:
+                text = ""
+            elif token_id in self._special_stops and self.num_tokens > self._params.min_tokens:
+                text = self._decoder.flush() + self._special_stops[token_id]
+            else:
+                text = self._decoder.push(token_id)
             start = self._decoded_length
             entry = logprobs[place] if logprobs is not None else None
             self._pending_tokens.append(_Token(token_id, entry, start, start + len(text)))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import logging
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minivllm.core.cache_folder import cache_folder
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError
+from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.location import ModelLocation, resolve_tokenizer
 from minivllm.core.text.incremental_decoding import (
     BYTE_TOKEN,
@@ -39,10 +37,15 @@ _RENDERING_ARGUMENTS = frozenset(
 
 
 class Tokenizer:
-    """Wraps a transformers tokenizer, fast (backed by `tokenizers`) or not. Safe to use from several threads."""
+    """Wraps a transformers tokenizer, fast (backed by `tokenizers`) or not. Safe to use from several threads.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        end_of_turn_ids: tokens that end an answer beside EOS and the one of the chat template.
+    """
+
+    def __init__(self, tokenizer: Any, end_of_turn_ids: Iterable[int] = ()) -> None:
         self.hf_tokenizer = tokenizer
+        self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokens: dict[int, str] = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
@@ -69,10 +72,25 @@ class Tokenizer:
         token_id = self.hf_tokenizer.eos_token_id
         return token_id if isinstance(token_id, int) else None
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokenizer's EOS; a model's generation_config may have more."""
-        return frozenset() if self.eos_token_id is None else frozenset({self.eos_token_id})
+        """EOS and the special tokens that end the model's turn; a model's generation_config may have more."""
+        found = {self.eos_token_id, self._end_of_chat_turn()}
+        return self._end_of_turn_ids | {token_id for token_id in found if token_id is not None}
+
+    def _end_of_chat_turn(self) -> int | None:
+        """Returns the special token that the chat template writes after an answer, None where it writes other text."""
+        answer = "an answer of the assistant"
+        talk = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
+        try:
+            _, found, after = self.render_chat(talk, add_generation_prompt=False).partition(answer)
+        except InvalidRequestError:
+            return None
+        after = after.lstrip() if found else ""
+        ends = [
+            token_id for token_id in self._special if self._added[token_id] and after.startswith(self._added[token_id])
+        ]
+        return max(ends, key=lambda token_id: len(self._added[token_id]), default=None)
 
     def token(self, token_id: int) -> str | None:
         """Returns the token as the vocabulary writes it, None for an unknown id."""
@@ -81,6 +99,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Returns True for tokens that `skip_special_tokens` leaves out."""
         return token_id in self._special
+
+    def special_token_id(self, text: str) -> int | None:
+        """Returns the id of the special token with this text, None where there is none."""
+        return next((token_id for token_id in self._special if self._added[token_id] == text), None)
 
     def backend_json(self) -> str | None:
         """Returns the content of `tokenizer.json`, None for a slow tokenizer."""
@@ -224,33 +246,25 @@ def _part_text(part: Any, place: int) -> str:
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Loads the tokenizer of `config.tokenizer` or `config.model`.
 
-    Reading one from a GGUF file takes seconds, so it is saved to a disk cache.
-
     Raises:
         ModelLoadError: there is none, or it cannot be read.
     """
     location = resolve_tokenizer(config)
-    cache_dir = None if location.gguf_path is None else _tokenizer_cache_dir(location.gguf_path)
-    if cache_dir is None:
+    if location.gguf_path is None:
         return Tokenizer(_from_pretrained(location, config))
-    if cache_dir.is_dir():
-        try:
-            return Tokenizer(_from_pretrained(ModelLocation(str(cache_dir)), config))
-        except ModelLoadError:
-            logger.warning("the tokenizer cache in %s cannot be read; it is rebuilt", cache_dir)
-            shutil.rmtree(cache_dir, ignore_errors=True)
-    tokenizer = _from_pretrained(location, config)
-    _save_to_cache(tokenizer, cache_dir)
-    return Tokenizer(tokenizer)
+    from minivllm.core.models.gguf.tokenizer import build_tokenizer, end_of_turn_ids  # imports transformers
+
+    metadata = GGUFFile.open(location.gguf_path).metadata
+    return Tokenizer(build_tokenizer(metadata), end_of_turn_ids(metadata))
 
 
 def import_transformers_without_torch(config: EngineConfig) -> None:
     """Imports transformers without torch, for a process that only needs the tokenizer.
 
-    With torch the import takes a second and 180 MB more. Does nothing where torch is needed, to read a GGUF file or for
-    a model's own code, and where one of the two is already imported.
+    With torch the import takes a second and 180 MB more. Does nothing where a model's own code may need torch, and
+    where one of the two is already imported.
     """
-    if _needs_torch(config) or "torch" in sys.modules or "transformers" in sys.modules:
+    if config.trust_remote_code or "torch" in sys.modules or "transformers" in sys.modules:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to mark a module as missing
@@ -262,66 +276,29 @@ def import_transformers_without_torch(config: EngineConfig) -> None:
             sys.modules.pop("torch", None)
 
 
-def _needs_torch(config: EngineConfig) -> bool:
-    gguf_path = resolve_tokenizer(config).gguf_path
-    if gguf_path is None:
-        return config.trust_remote_code
-    cache_dir = _tokenizer_cache_dir(gguf_path)
-    return cache_dir is None or not _is_readable(cache_dir)
-
-
-def _is_readable(cache_dir: Path) -> bool:
-    """Reads the files: a damaged cache is rebuilt from the GGUF file, which needs torch."""
-    import tokenizers
-
-    try:
-        json.loads((cache_dir / "tokenizer_config.json").read_text())
-        tokenizers.Tokenizer.from_file(str(cache_dir / "tokenizer.json"))
-    except Exception:  # tokenizers raises nothing narrower
-        return False
-    return True
-
-
 def _from_pretrained(location: ModelLocation, config: EngineConfig) -> Any:
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if location.gguf_file is not None:
-        options["gguf_file"] = location.gguf_file
     if location.revision is not None:
         options["revision"] = location.revision
+    if (is_alone := _is_sentencepiece_alone(Path(location.path))) and find_spec("sentencepiece") is None:
+        raise ModelLoadError(
+            f"the tokenizer of {location.path!r} is a tokenizer.model without tokenizer.json, "
+            "which needs a package: pip install sentencepiece"
+        )
     try:
-        return AutoTokenizer.from_pretrained(location.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(location.path, **options)
+        if is_alone and "add_bos_token" not in tokenizer.init_kwargs:  # these models expect BOS where none says no
+            tokenizer = AutoTokenizer.from_pretrained(location.path, add_bos_token=True, **options)
+        return tokenizer
     except Exception as error:
         raise ModelLoadError(f"the tokenizer of {location.path!r} cannot be loaded: {error}") from error
 
 
-def _tokenizer_cache_dir(gguf_path: Path) -> Path | None:
-    """Returns the cache folder of this file and version of transformers, None without a cache folder."""
-    try:
-        status = gguf_path.stat()
-        with gguf_path.open("rb") as file:
-            head = file.read(1 << 20)
-    except OSError:
-        return None
-    folder = cache_folder()
-    if folder is None:
-        return None
-    facts = json.dumps([1, gguf_path.name, status.st_size, status.st_mtime_ns, version("transformers")])
-    digest = hashlib.sha256(facts.encode() + head).hexdigest()[:32]
-    return folder / "tokenizers" / digest
-
-
-def _save_to_cache(tokenizer: Any, cache_dir: Path) -> None:
-    """Saves atomically: readers see a complete folder or none. A failure only makes the next start slower."""
-    try:
-        cache_dir.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(dir=cache_dir.parent)
-        try:
-            tokenizer.save_pretrained(scratch)
-            os.rename(scratch, cache_dir)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        if not cache_dir.is_dir():  # else another process was faster
-            logger.info("the tokenizer was not saved to the cache: %s", error)
+def _is_sentencepiece_alone(folder: Path) -> bool:
+    model, others = folder / "tokenizer.model", ("tokenizer.json", "vocab.json", "tekken.json")
+    if not model.is_file() or any((folder / other).is_file() for other in others):
+        return False
+    with model.open("rb") as file:
+        return file.read(1) == b"\n"  # the first field of its format; tiktoken's files begin with text

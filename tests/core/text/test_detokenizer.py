@@ -285,6 +285,57 @@ def test_stop_strings_are_ignored_until_min_tokens() -> None:
     assert output.text == "x.y"
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "llama", "word_piece", "default_model"])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("included", [True, False])
+def test_stop_string_that_is_a_special_token_ends_the_text_at_that_token(kind: str, skip: bool, included: bool) -> None:
+    tokenizer = tokenizer_of(kind)
+    stop = "<|im_end|>" if kind == "default_model" else "<|end|>"
+    stop_id = tokenizer.special_token_id(stop)
+    assert stop_id is not None
+    before, after = tokenizer.encode("one two"), tokenizer.encode(" three", add_special_tokens=False)
+    sampling = params(
+        stop=("zq", stop), skip_special_tokens=skip, include_stop_str_in_output=included, logprobs=0, ignore_eos=True
+    )
+    for parts in ([[*before, stop_id, *after]], [[token_id] for token_id in [*before, stop_id, *after]]):
+        output, deltas = run(tokenizer, sampling, parts)
+        text = output.text.replace(" ", "")
+        assert text == "onetwo" + (stop if included else "")
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert output.finish_reason is FinishReason.STOP
+        assert output.stop_reason == stop
+        # WordPiece writes a space with the token.
+        has_text = included or (kind == "word_piece" and not skip)
+        assert output.token_ids == ([*before, stop_id] if has_text else before)
+        assert output.num_tokens == len(before) + 1
+
+
+def test_special_stop_string_also_ends_what_the_engine_ends_at_eos() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    output = IncrementalDetokenizer(tokenizer, params(stop=("</s>",)))
+    output.push([*byte_tokens("ab"), eos], finish_reason=FinishReason.STOP, stop_token_id=eos)
+    assert (output.text, output.finish_reason, output.num_tokens) == ("ab", FinishReason.STOP, 3)
+
+
+def test_special_stop_string_shows_the_incomplete_character_before_it() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    stop_id = tokenizer.special_token_id("<|end|>")
+    assert stop_id is not None
+    output, _ = run(tokenizer, params(stop=("<|end|>",)), [[*byte_tokens("é")[:1], stop_id]])
+    assert output.text == "\ufffd"
+
+
+def test_special_stop_string_waits_for_min_tokens() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    stop_id = tokenizer.special_token_id("<|end|>")
+    assert stop_id is not None
+    token_ids = [*byte_tokens("a"), stop_id, *byte_tokens("b"), stop_id, *byte_tokens("c")]
+    output, _ = run(tokenizer, params(stop=("<|end|>",), min_tokens=3), [token_ids])
+    assert (output.text, output.num_tokens) == ("ab", 4)
+
+
 # Stop tokens and finish
 
 

@@ -1,8 +1,9 @@
-"""Tokenizer: encode and decode, chat templates, model location, and the disk cache of GGUF tokenizers."""
+"""Tokenizer: encode and decode, chat templates, model location, end of turn, and the tokenizers of GGUF files."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from minivllm.core.config import DEFAULT_MODEL, EngineConfig
 from minivllm.core.errors import InvalidRequestError, ModelLoadError
@@ -179,6 +179,38 @@ def test_chat_template_kwargs_cannot_set_rendering_arguments(chat: Any, name: st
     assert caught.value.param == "chat_template_kwargs"
 
 
+# End of turn
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}<s>{{ m.content }}<|end|>\n{% endfor %}", "<|end|>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }} </s>{% endfor %}", "</s>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }}<tool call>{% endfor %}", None),
+        ("{% for m in messages if m.role == 'user' %}<|end|>{{ m.content }}{% endfor %}", None),
+        ("{{ raise_exception('never') }}", None),
+        (None, None),
+    ],
+    ids=[
+        "special",
+        "after-space",
+        "text",
+        "added-but-not-special",
+        "no-answer-in-it",
+        "template-raises",
+        "no-template",
+    ],
+)
+def test_special_token_that_ends_a_turn_of_the_template_is_an_eos(
+    chat: Any, template: str | None, end: str | None
+) -> None:
+    tokenizer = chat(template)
+    expected = {"</s>", end} - {None}
+    assert {tokenizer.token(token_id) for token_id in tokenizer.eos_token_ids} == expected
+
+
 # Model location
 
 
@@ -231,71 +263,68 @@ def test_folder_without_a_tokenizer_raises_model_load_error(tmp_path: Path) -> N
         load_tokenizer(EngineConfig(model=str(tmp_path)))
 
 
-# Disk cache of GGUF tokenizers
+# SentencePiece's own file
 
 
-def test_gguf_tokenizer_is_read_once_and_then_loaded_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = load_tokenizer(EngineConfig())
-    assert len(list((tmp_path / "minivllm" / "tokenizers").iterdir())) == 1
-    read = AutoTokenizer.from_pretrained
-
-    def reads_no_gguf(path: str, **options: Any) -> Any:
-        assert "gguf_file" not in options
-        return read(path, **options)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reads_no_gguf)
-    second = load_tokenizer(EngineConfig())
-    messages = [{"role": "user", "content": "Hi"}]
-    assert first.backend_json() == second.backend_json()
-    assert first.render_chat(messages) == second.render_chat(messages)
-    assert first.eos_token_ids == second.eos_token_ids
-    assert [first.is_special(i) for i in range(30)] == [second.is_special(i) for i in range(30)]
+def test_tokenizer_model_alone_names_the_package_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ModelLoadError, match="pip install sentencepiece"):
+        load_tokenizer(EngineConfig(model=str(tmp_path)))
 
 
-def test_damaged_tokenizer_cache_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gguf_path = resolve_model(EngineConfig()).gguf_path
-    assert gguf_path is not None
-    cache_dir = tokenizer_module._tokenizer_cache_dir(gguf_path)
-    assert cache_dir is not None
-    cache_dir.mkdir(parents=True)
-    (cache_dir / "tokenizer.json").write_text("half a fi")
-    read, saved = AutoTokenizer.from_pretrained, tokenizer_of("default_model").hf_tokenizer
-
-    def reads_gguf_at_once(path: str, **options: Any) -> Any:
-        return saved if "gguf_file" in options else read(path, **options)
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", reads_gguf_at_once)
-    assert load_tokenizer(EngineConfig()).encode("Hello") == tokenizer_of("default_model").encode("Hello")
-    assert (cache_dir / "tokenizer.json").stat().st_size > 10_000
-
-
-def test_tokenizer_cache_key_changes_with_the_gguf_file(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    first.write_bytes(b"one")
-    second.write_bytes(b"two")
-    names = {tokenizer_module._tokenizer_cache_dir(first), tokenizer_module._tokenizer_cache_dir(second)}
-    first.write_bytes(b"new")
-    assert len(names | {tokenizer_module._tokenizer_cache_dir(first)}) == 3
+@pytest.mark.parametrize(("adds_bos", "first"), [(None, [1]), (True, [1]), (False, [])])
+def test_tokenizer_model_alone_equals_sentencepiece(tmp_path: Path, adds_bos: bool | None, first: list[int]) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS * 5),
+            model_writer=file,
+            model_type="bpe",
+            vocab_size=400,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            minloglevel=2,
+        )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if adds_bos is not None:
+        settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds_bos}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(EngineConfig(model=str(tmp_path)))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in (text for text in TEXTS if not text.startswith(" ")):
+        assert tokenizer.encode(text) == first + reference.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_unwritable_tokenizer_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "minivllm").write_text("a file where the folder should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    saved = tokenizer_of("default_model").hf_tokenizer
-    tokenizer_module._save_to_cache(saved, tmp_path / "minivllm" / "tokenizers" / "x")
-    assert (tmp_path / "minivllm").is_file()
+# Tokenizers of GGUF files
 
 
-def test_concurrent_saves_leave_one_complete_tokenizer_cache(tmp_path: Path) -> None:
-    saved = tokenizer_of("default_model").hf_tokenizer
-    folder = tmp_path / "tokenizers" / "x"
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: tokenizer_module._save_to_cache(saved, folder), range(4)))
-    assert [path.name for path in folder.parent.iterdir()] == ["x"]
-    assert Tokenizer(AutoTokenizer.from_pretrained(folder)).encode("Hello") == Tokenizer(saved).encode("Hello")
-    shutil.rmtree(folder)
+def test_gguf_tokenizer_needs_no_home_and_writes_no_file(tmp_path: Path) -> None:
+    """Runs in a process of its own, which has neither HOME nor a writable folder."""
+    program = """
+from minivllm.core.config import EngineConfig
+from minivllm.core.text.tokenizer import import_transformers_without_torch, load_tokenizer
+
+import_transformers_without_torch(EngineConfig())
+print(load_tokenizer(EngineConfig()).encode("Hello world"))
+"""
+    tmp_path.chmod(0o500)
+    environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert answer.stdout.strip() == str(tokenizer_of("default_model").encode("Hello world"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokenizer_loads_without_importing_torch() -> None:
@@ -313,19 +342,9 @@ import torch
 import_transformers_without_torch(EngineConfig())
 assert sys.modules["torch"] is torch
 """
-    with_torch = load_tokenizer(EngineConfig())  # fills the disk cache from the GGUF file
+    with_torch = load_tokenizer(EngineConfig())
     answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     messages = [{"role": "user", "content": "Hi"}]
     texts = (with_torch.encode("Hello world"), with_torch.encode(with_torch.render_chat(messages)))
     assert answer.stdout.strip() == " ".join(map(str, texts))
     assert not answer.stderr
-
-
-def test_torch_is_needed_only_without_a_tokenizer_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tokenizer_module._needs_torch(EngineConfig())
-    load_tokenizer(EngineConfig())
-    assert not tokenizer_module._needs_torch(EngineConfig())
-    [cache_dir] = (tmp_path / "minivllm" / "tokenizers").iterdir()
-    (cache_dir / "tokenizer.json").write_text("half a fi")
-    assert tokenizer_module._needs_torch(EngineConfig())
