@@ -26,7 +26,8 @@ from minivllm.core.attention.base import paged_attention
 from minivllm.core.attention.kv_pool import KVCacheSpec
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
-from minivllm.core.models.gguf import gguf_read_once, gguf_weight_options
+from minivllm.core.models.gguf import weights as gguf
+from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
 from minivllm.core.models.support import check_supported, context_limit, find_attention_layers, find_lm_head
@@ -103,8 +104,8 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 _LOAD_LOCK = threading.Lock()
-"""Held while a model loads: transformers changes process-wide settings then, and so do `gguf_read_once`,
-`_no_progress_bars` and `find_attention_layers`."""
+"""Held while a model loads: transformers changes process-wide settings then, and so do `_no_progress_bars` and
+`find_attention_layers`."""
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -117,16 +118,24 @@ def load_model(config: EngineConfig) -> LoadedModel:
     location = resolve_model(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    with _LOAD_LOCK, _load_errors(config, location), _no_progress_bars(), gguf_read_once():
-        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-            location.path, trust_remote_code=config.trust_remote_code, **location.options
+    with _LOAD_LOCK, _load_errors(config, location), _no_progress_bars():
+        gguf_file = None if location.gguf_path is None else GGUFFile.open(location.gguf_path)
+        model_config: PreTrainedConfig = (
+            gguf.load_config(gguf_file)
+            if gguf_file is not None
+            else AutoConfig.from_pretrained(
+                location.path, trust_remote_code=config.trust_remote_code, **location.options
+            )
         )
         check_supported(config.model, model_config)
         max_model_len = context_limit(config.model, model_config) or UNLIMITED_CONTEXT
-        model = _load_weights(config, location, model_config, dtype, device)
+        model = _load_weights(config, location, gguf_file, model_config, dtype, device)
         layers = find_attention_layers(config.model, model)
         head = find_lm_head(config.model, model)
-    generation_config = _load_generation_config(config, location, model)
+    if gguf_file is not None:
+        generation_config = gguf.load_generation_config(gguf_file)
+    else:
+        generation_config = _load_generation_config(config, location, model)
     loaded = LoadedModel(
         name=config.model,
         model=model,
@@ -153,6 +162,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 def _load_weights(
     config: EngineConfig,
     location: ModelLocation,
+    gguf_file: GGUFFile | None,
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -166,13 +176,14 @@ def _load_weights(
         logger.info("%s: random weights (load_format=dummy)", config.model)
         torch.manual_seed(config.seed or 0)
         model = AutoModelForCausalLM.from_config(model_config, **options).to(device)
+    elif gguf_file is not None:
+        logger.info("%s: loading from %s", config.model, ", ".join(str(path) for path in gguf_file.paths))
+        model = gguf.load_model(gguf_file, model_config, device, **options)
     else:
-        logger.info("%s: loading from %s", config.model, location.gguf_path or location.path)
+        logger.info("%s: loading from %s", config.model, location.path)
         # Straight to the device: the host never holds all of the weights.
         if device.type != "cpu":
             options["device_map"] = {"": device}
-        if location.gguf_file is not None:
-            options |= gguf_weight_options()
         model = AutoModelForCausalLM.from_pretrained(location.path, config=model_config, **options, **location.options)
     # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which transformers keeps in float32.
     loaded: PreTrainedModel = model.eval().requires_grad_(False)

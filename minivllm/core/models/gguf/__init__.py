@@ -1,0 +1,1 @@
+"""Reads GGUF files: a file's metadata and tensors become a transformers config and the parameters of its model."""
