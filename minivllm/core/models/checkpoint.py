@@ -120,7 +120,9 @@ def _read_pickle_header(file: Path) -> dict[str, TensorHeader]:
         named = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
     except Exception as error:
         raise ModelLoadError(f"{str(file)!r} is truncated or no checkpoint of PyTorch: {error}") from error
-    return {name: TensorHeader(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in named.items()}
+    return {
+        name: TensorHeader(str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in named.items()
+    }
 
 
 def check_headers(name: str, headers: Mapping[str, TensorHeader], config: PreTrainedConfig) -> None:
@@ -134,8 +136,8 @@ def check_headers(name: str, headers: Mapping[str, TensorHeader], config: PreTra
         packed = [key for key, header in used.items() if header.dtype in _8_BIT | _PACKED]
         if packed:
             raise ModelLoadError(
-                f"{name!r} cannot be served: its weights are quantized ({used[packed[0]].dtype}: {_names(packed)}), and "
-                "its config.json has no quantization_config that says how"
+                f"{name!r} cannot be served: its weights are quantized ({used[packed[0]].dtype}: {_names(packed)}), "
+                "and its config.json has no quantization_config that says how"
             )
     else:
         scales = {key for key in used if re.search(r"scale|SCB|absmax", key)}
@@ -197,18 +199,22 @@ def check_loaded(name: str, model: PreTrainedModel, info: Mapping[str, Any], fil
         file_keys: names of the tensors in the file.
 
     Raises:
-        ModelLoadError: a tensor is missing, unknown, of a wrong shape or not finite; names it.
+        ModelLoadError: a tensor is missing, unknown, repeated, of a wrong shape or not finite; names it.
     """
+    keys, prefix = set(file_keys), model.base_model_prefix
+    if twice := sorted(key for key in keys if f"{prefix}.{key}" in keys):
+        raise ModelLoadError(f"{name!r} cannot be served: its checkpoint has {_names(twice)} twice, also as {prefix}.*")
     for key, given, expected in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
             f"{name!r} cannot be served: the tensor {key} has the shape {tuple(given)}, and the model needs "
             f"{tuple(expected)}"
         )
-    if missing := sorted(set(info["missing_keys"]) | set(_hidden_missing(model, set(file_keys)))):
+    if missing := sorted(set(info["missing_keys"]) | set(_hidden_missing(model, keys))):
         raise ModelLoadError(f"{name!r} cannot be served: its checkpoint lacks {_names(missing)}")
     if unknown := sorted(key for key in info["unexpected_keys"] if not is_ignorable(key, model.config)):
         raise ModelLoadError(
-            f"{name!r} cannot be served: its checkpoint has {_names(unknown)}, which {type(model).__name__} does not use"
+            f"{name!r} cannot be served: its checkpoint has {_names(unknown)}, "
+            f"which {type(model).__name__} does not use"
         )
     check_finite(name, model)
 
@@ -229,15 +235,16 @@ def check_finite(name: str, model: PreTrainedModel) -> None:
     import torch
 
     for key, tensor in model.state_dict().items():
-        # The sum is not finite if a value is not, and costs one pass; it may also overflow.
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        ends = torch.stack(torch.aminmax(tensor))  # NaN if one value is; the fastest pass that torch has
+        if not torch.isfinite(ends).all():
             wrong = int((~torch.isfinite(tensor)).sum())
-            if wrong:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise ModelLoadError(
-                    f"{name!r} cannot be served: {wrong} of {tensor.numel()} values of the tensor {key} are not finite "
-                    f"(NaN or infinite in {dtype})"
-                )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError(
+                f"{name!r} cannot be served: {wrong} of {tensor.numel()} values of the tensor {key} are not finite "
+                f"(NaN or infinite in {dtype})"
+            )
 
 
 def _hidden_missing(model: PreTrainedModel, file_keys: set[str]) -> Iterator[str]:

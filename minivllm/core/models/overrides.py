@@ -49,8 +49,9 @@ def apply_overrides(
             merged[key] = apply_overrides(part, fields.get(key) or {}, value, f"{name}.{key}").to_dict()
     result: PreTrainedConfig = type(config).from_dict(merged)
     for key, value in overrides.items():
-        if not isinstance(value, dict) and getattr(result, key, value) != value:
-            raise ModelLoadError(f"{name}: {key!r} is {getattr(result, key)!r} whatever is set")
+        effective = getattr(type(result) if key == "model_type" else result, key, value)
+        if not isinstance(value, dict) and effective != value:
+            raise ModelLoadError(f"{name}: {key!r} is {effective!r} whatever is set")
     return result
 
 

@@ -49,7 +49,9 @@ def unsupported(name: str, config: PreTrainedConfig, feature: str) -> ModelLoadE
     """Returns the error for a model that needs `feature`."""
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     media = _media(config)
-    reason = f"it has {media}; its text part is not served, since it needs {feature}" if media else f"it needs {feature}"
+    reason = (
+        f"it has {media}; its text part is not served, since it needs {feature}" if media else f"it needs {feature}"
+    )
     return ModelLoadError(f"{name!r} ({architecture}) cannot be served: {reason}")
 
 
