@@ -18,6 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from minivllm.actors.config import AppArgs, LiveSettings
 from minivllm.actors.ingress.http_server import listen
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.checkpoint import read_headers
+from minivllm.core.models.location import resolve_model, resolve_tokenizer
 
 BUILDER = "minivllm.actors.app:build_app"
 
@@ -63,6 +66,22 @@ def taken_ports(path: Path) -> Iterator[str]:
             yield f"{name}: cannot listen on port {port} of {host}: {reason}"
 
 
+def unreadable_models(path: Path) -> Iterator[str]:
+    """Yields why models of a valid configuration cannot be read on this machine. Reads no weights and loads no torch.
+
+    The engine finds what else is wrong with a model when it loads it.
+    """
+    for application in _applications(yaml.safe_load(path.read_text())):
+        args = AppArgs.model_validate(application.get("args") or {})
+        try:
+            resolve_tokenizer(args)
+            location = resolve_model(args)
+            if location.is_local and location.gguf_file is None and args.load_format == "auto":
+                read_headers(sorted(Path(location.path).glob("*.safetensors")))
+        except ModelLoadError as error:
+            yield f"args.model: {error.message}"
+
+
 def _http_options(config: Any) -> dict[str, Any]:
     options = config.get("http_options") if isinstance(config, dict) else None
     return options if isinstance(options, dict) else {}
@@ -90,7 +109,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     found = list(mistakes(path))
     if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run this application already
-        found = list(taken_ports(path))
+        found = [*taken_ports(path), *unreadable_models(path)]
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")
     sys.exit(bool(found))

@@ -57,7 +57,7 @@ class TensorHeader:
 
 
 def weight_files(location: ModelLocation, config: PreTrainedConfig) -> list[Path]:
-    """Returns the files that `from_pretrained` would read, downloaded if they are on the hub; none if there are none."""
+    """Returns the files that `from_pretrained` reads, downloaded if they are on the hub. Empty if there are none."""
     from transformers.utils import cached_file
 
     explicit = getattr(config, "transformers_weights", None)
