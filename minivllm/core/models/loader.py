@@ -32,7 +32,13 @@ from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
 from minivllm.core.models.overrides import apply_overrides
-from minivllm.core.models.support import check_supported, context_limit, find_attention_layers, find_lm_head
+from minivllm.core.models.support import (
+    check_supported,
+    context_limit,
+    find_attention_layers,
+    find_lm_head,
+    other_parts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +134,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model = _load_weights(config, location, gguf_file, model_config, dtype, device)
         layers = find_attention_layers(config.model, model)
         head = find_lm_head(config.model, model)
+    if parts := other_parts(model_config):
+        logger.warning("%s has %s; its text part is served", config.model, parts)
     if gguf_file is not None:
         generation_config = gguf.load_generation_config(gguf_file)
     else:
@@ -240,7 +248,8 @@ def _load_errors(config: EngineConfig, location: ModelLocation) -> Iterator[None
         raise
     except Exception as error:
         where = "" if location.is_local else " (not a local folder, so looked up on the Hugging Face hub)"
-        raise ModelLoadError(f"cannot load the model {config.model!r}{where}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"cannot load the model {config.model!r}{where}: {reason}") from error
 
 
 @contextmanager

@@ -48,14 +48,15 @@ _MEDIA = {"vision_config": "an image part", "audio_config": "an audio part"}
 def unsupported(name: str, config: PreTrainedConfig, feature: str) -> ModelLoadError:
     """Returns the error for a model that needs `feature`."""
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
-    media = _media(config)
+    media = other_parts(config)
     reason = (
         f"it has {media}; its text part is not served, since it needs {feature}" if media else f"it needs {feature}"
     )
     return ModelLoadError(f"{name!r} ({architecture}) cannot be served: {reason}")
 
 
-def _media(config: PreTrainedConfig) -> str:
+def other_parts(config: PreTrainedConfig) -> str:
+    """Returns what a model has besides its text part, as "an image part"; empty for a model of text alone."""
     return " and ".join(part for field, part in _MEDIA.items() if getattr(config, field, None) is not None)
 
 
@@ -68,8 +69,6 @@ def check_supported(name: str, config: PreTrainedConfig) -> None:
     feature = _unsupported_feature(config) or _unsupported_quantization(config)
     if feature is not None:
         raise unsupported(name, config, feature)
-    if media := _media(config):
-        logger.warning("%s has %s; its text part is served", name, media)
 
 
 def _unsupported_quantization(config: PreTrainedConfig) -> str | None:
