@@ -40,7 +40,7 @@ _IGNORABLE = re.compile("|".join(f"({pattern})" for pattern in IGNORABLE))
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = ("model.safetensors", _SAFETENSORS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _8_BIT = frozenset({"F8_E4M3", "F8_E5M2", "I8", "float8_e4m3fn", "float8_e5m2", "int8"})
-_PACKED = frozenset({"F8_E8M0", "F4", "F4_E2M1", "U8", "uint8"})
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
 _EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..+)$")
 _MOST_NAMES = 4
 
@@ -133,7 +133,7 @@ def check_headers(name: str, headers: Mapping[str, TensorHeader], config: PreTra
     """
     used = {key: header for key, header in headers.items() if not _IGNORABLE.search(key)}
     if quantization_of(config) is None:
-        packed = [key for key, header in used.items() if header.dtype in _8_BIT | _PACKED]
+        packed = [key for key, header in used.items() if header.dtype not in _PLAIN]
         if packed:
             raise ModelLoadError(
                 f"{name!r} cannot be served: its weights are quantized ({used[packed[0]].dtype}: {_names(packed)}), "
@@ -226,7 +226,7 @@ def is_ignorable(key: str, config: PreTrainedConfig) -> bool:
     text_config = config.get_text_config(decoder=True)
     layer = re.search(r"(^|\.)layers\.(\d+)\.", key)
     extra_layers = getattr(text_config, "num_nextn_predict_layers", None) or 0
-    first = text_config.num_hidden_layers
+    first = getattr(text_config, "num_hidden_layers", 0)
     return layer is not None and first <= int(layer[2]) < first + extra_layers
 
 

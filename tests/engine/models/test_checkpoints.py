@@ -170,6 +170,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "infinite": ("llama", replaced(NORM, poisoned(-torch.inf)), rf"{NORM} are not finite"),
     "float8 without scales": ("llama", replaced(DOWN, lambda each: each.to(torch.float8_e4m3fn)), rf"F8_E4M3: {DOWN}"),
     "int8 without scales": ("llama", replaced(DOWN, lambda each: each.to(torch.int8)), rf"quantized \(I8: {DOWN}"),
+    "int32": ("llama", replaced(DOWN, lambda each: each.to(torch.int32)), rf"quantized \(I32: {DOWN}"),
     "int8 with scales of no known method": (
         "llama",
         lambda tensors: tensors | {DOWN: tensors[DOWN].to(torch.int8), DOWN + "_scale": torch.ones(48)},
