@@ -24,6 +24,7 @@ from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import TINY, VOCAB_SIZE, reference_logits, reference_model, save_tiny
 
 Tensors = dict[str, torch.Tensor]
+GOOD = tempfile.TemporaryDirectory(prefix="checkpoints-")
 PROMPT = [5, 17, 3, 88, 41, 2, 9]
 LAYER = "model.layers.1."
 DOWN = LAYER + "mlp.down_proj.weight"
@@ -56,7 +57,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 @functools.cache
 def good(name: str) -> tuple[Path, Tensors, torch.Tensor]:
     """Returns the folder of a good checkpoint, its tensors, and transformers' logits of `PROMPT`."""
-    folder = save_tiny(CONFIGS[name](), Path(tempfile.mkdtemp(prefix="checkpoint-")))
+    folder = save_tiny(CONFIGS[name](), Path(GOOD.name, name))
     return folder, load_file(folder / "model.safetensors"), reference_logits(reference_model(folder), PROMPT)
 
 
