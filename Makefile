@@ -35,7 +35,7 @@ help: ## List all targets
 install: $(VENV)/serve.stamp ## Create .venv with everything that serving needs
 
 serve: $(VENV)/serve.stamp ## Start the server on serve_config.yaml (another file: CONFIG=...); Ctrl-C stops it
-	@exec $(BATCH_POLICY) $(BIN)/python -m minivllm.actors.run $(CONFIG)
+	@exec $(BATCH_POLICY) $(BIN)/python -m minivllm.actors.serve_run $(CONFIG)
 
 test: $(VENV)/develop.stamp ## Run all tests (some of them: PYTEST_ARGS="tests/core -k watermark")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -19,6 +19,9 @@ from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDep
 
 from minivllm.actors.config import AppArgs, LiveSettings
 from minivllm.actors.ingress.http_server import listen
+from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.checkpoint import read_headers
+from minivllm.core.models.location import resolve_model, resolve_tokenizer
 
 BUILDER = "minivllm.actors.app:build_app"
 
@@ -76,6 +79,23 @@ def _read(config: Any) -> tuple[HTTPOptionsSchema, list[ServeApplicationSchema]]
     return schema.http_options, [each for each in schema.applications if each.import_path == BUILDER]
 
 
+def unreadable_models(path: Path) -> Iterator[str]:
+    """Yields why models of a valid configuration cannot be read on this machine. Reads no weights and loads no torch.
+
+    The engine finds what else is wrong with a model when it loads it.
+    """
+    _, applications = _read(yaml.safe_load(path.read_text()))
+    for application in applications:
+        args = AppArgs.model_validate(application.args)
+        try:
+            resolve_tokenizer(args)
+            location = resolve_model(args)
+            if location.is_local and location.gguf_file is None and args.load_format == "auto":
+                read_headers(sorted(Path(location.path).glob("*.safetensors")))
+        except ModelLoadError as error:
+            yield f"args.model: {error.message}"
+
+
 def _validate(model: type[BaseModel], values: Any, *where: str) -> Iterator[str]:
     try:
         model.model_validate(values)
@@ -91,7 +111,7 @@ def check(file: str) -> None:
     path = Path(file)
     found = list(mistakes(path))
     if not found and os.environ.get("RAY_ADDRESS") == "local":  # a Ray that is joined may run this application already
-        found = list(taken_ports(path))
+        found = [*taken_ports(path), *unreadable_models(path)]
     for mistake in found:
         sys.stderr.write(f"{path}: {mistake}\n")
     if found:

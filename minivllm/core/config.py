@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,7 @@ class EngineConfig(BaseModel):
     compile: Literal["auto", "on", "off"] = "auto"
     attention_backend: str = "auto"
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: the usable cores")
+    hf_overrides: dict[str, Any] = Field({}, description="fields that replace those of the model's config.json")
     seed: int | None = Field(None, description="makes requests without a seed repeatable")
 
     # The KV pool

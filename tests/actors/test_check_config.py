@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.actors.check_config import mistakes, taken_ports
+from minivllm.actors.check_config import mistakes, taken_ports, unreadable_models
 
 ROOT = Path(__file__).parent.parent.parent
 APPLICATION = "applications:\n  - import_path: minivllm.actors.app:build_app\n"
@@ -97,3 +97,21 @@ def test_ports_in_use_are_reported(tmp_path: Path) -> None:
             f"args.http_port: cannot listen on port {own} of 127.0.0.1: Address already in use",
         ]
     assert list(taken_ports(path)) == []
+
+
+def test_model_whose_files_cannot_be_read_is_reported(tmp_path: Path) -> None:
+    path, model = tmp_path / "serve.yaml", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"\x09")
+    path.write_text(f"{APPLICATION}    args: {{model: {model}}}\n")
+    (reported,) = unreadable_models(path)
+    assert reported.startswith("args.model: ")
+    assert "model.safetensors' is truncated" in reported
+    path.write_text(f"{APPLICATION}    args: {{model: {model}, load_format: dummy}}\n")
+    assert list(unreadable_models(path)) == []
+
+
+def test_checking_a_configuration_loads_no_torch() -> None:
+    code = "import sys, minivllm.actors.check_config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import free_port
+from tests.engine.tiny_models import TINY, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE_RUN = (str(Path(sys.executable).parent / "serve"), "run")
-MAKE_SERVE = (sys.executable, "-m", "minivllm.actors.run")
+MAKE_SERVE = (sys.executable, "-m", "minivllm.actors.serve_run")
 
 
 def test_serve_run_prints_the_unknown_argument_and_a_suggestion(tmp_path: Path) -> None:
@@ -28,15 +30,17 @@ def test_serve_run_prints_the_unknown_argument_and_a_suggestion(tmp_path: Path) 
     assert "unknown argument 'blok_size'; did you mean 'block_size'?" in output
 
 
-def test_model_that_cannot_be_loaded_ends_the_start_with_the_reason_in_the_last_line(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    with running(MAKE_SERVE, configuration(tmp_path, model=str(folder), num_blocks=64)) as process:
-        output, _ = process.communicate(timeout=120)
+def test_make_serve_ends_with_the_reason_why_a_model_is_refused(tmp_path: Path) -> None:
+    model = save_tiny(TINY["llama"](), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model / "model.safetensors")
+    config = configuration(tmp_path, model=str(model), tokenizer="smollm2-135m-instruct", device="cpu")
+    with running(MAKE_SERVE, config) as process:
+        output, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    assert "the application 'minivllm' cannot be started: " in output.splitlines()[-1]
-    assert str(folder) in output.splitlines()[-1]
+    reason = f"{str(model)!r} cannot be served: its checkpoint lacks lm_head.weight"
+    assert output.splitlines()[-1] == f"{config}: {reason}"
 
 
 def test_sigterm_ends_a_server_whose_shell_ignores_sigint(tmp_path: Path) -> None:

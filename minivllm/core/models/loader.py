@@ -26,11 +26,19 @@ from minivllm.core.attention.base import paged_attention
 from minivllm.core.attention.kv_pool import KVCacheSpec
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.checkpoint import check_finite, check_headers, check_loaded, read_headers, weight_files
 from minivllm.core.models.gguf import weights as gguf
 from minivllm.core.models.gguf.file import GGUFFile
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.location import ModelLocation, resolve_model
-from minivllm.core.models.support import check_supported, context_limit, find_attention_layers, find_lm_head
+from minivllm.core.models.overrides import apply_overrides
+from minivllm.core.models.support import (
+    check_supported,
+    context_limit,
+    find_attention_layers,
+    find_lm_head,
+    other_parts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -120,18 +128,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     dtype = choose_dtype(config.dtype, device)
     with _LOAD_LOCK, _load_errors(config, location), _no_progress_bars():
         gguf_file = None if location.gguf_path is None else GGUFFile.open(location.gguf_path)
-        model_config: PreTrainedConfig = (
-            gguf.load_config(gguf_file)
-            if gguf_file is not None
-            else AutoConfig.from_pretrained(
-                location.path, trust_remote_code=config.trust_remote_code, **location.options
-            )
-        )
+        model_config = _load_config(config, location, gguf_file)
         check_supported(config.model, model_config)
-        max_model_len = context_limit(config.model, model_config) or UNLIMITED_CONTEXT
+        max_model_len = context_limit(config.model, model_config, config.max_model_len) or UNLIMITED_CONTEXT
         model = _load_weights(config, location, gguf_file, model_config, dtype, device)
         layers = find_attention_layers(config.model, model)
         head = find_lm_head(config.model, model)
+    if parts := other_parts(model_config):
+        logger.warning("%s has %s; its text part is served", config.model, parts)
     if gguf_file is not None:
         generation_config = gguf.load_generation_config(gguf_file)
     else:
@@ -159,6 +163,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
+def _load_config(config: EngineConfig, location: ModelLocation, gguf_file: GGUFFile | None) -> PreTrainedConfig:
+    if gguf_file is not None:
+        model_config = gguf.load_config(gguf_file)
+        fields = model_config.to_dict()
+    else:
+        options = {**location.options, "trust_remote_code": config.trust_remote_code}
+        model_config = AutoConfig.from_pretrained(location.path, **options)
+        fields, _ = type(model_config).get_config_dict(location.path, **location.options)
+    return apply_overrides(model_config, fields, config.hf_overrides) if config.hf_overrides else model_config
+
+
 def _load_weights(
     config: EngineConfig,
     location: ModelLocation,
@@ -179,15 +194,50 @@ def _load_weights(
     elif gguf_file is not None:
         logger.info("%s: loading from %s", config.model, ", ".join(str(path) for path in gguf_file.paths))
         model = gguf.load_model(gguf_file, model_config, device, **options)
+        check_finite(config.model, model)
     else:
         logger.info("%s: loading from %s", config.model, location.path)
         # Straight to the device: the host never holds all of the weights.
         if device.type != "cpu":
             options["device_map"] = {"": device}
-        model = AutoModelForCausalLM.from_pretrained(location.path, config=model_config, **options, **location.options)
+        model = _load_checkpoint(config.model, location, model_config, options)
     # No `.to(dtype)`: it would round the frequencies of rotary embeddings, which transformers keeps in float32.
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
+
+
+def _load_checkpoint(
+    name: str, location: ModelLocation, model_config: PreTrainedConfig, options: dict[str, Any]
+) -> PreTrainedModel:
+    headers = read_headers(weight_files(location, model_config))
+    check_headers(name, headers, model_config)
+    with _no_load_report():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            location.path,
+            config=model_config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_loaded` refuses them with both shapes
+            **options,
+            **location.options,
+        )
+    check_loaded(name, model, info, headers)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Leaves out the table of missing and unknown tensors that transformers logs."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    report_logger = logging.getLogger("transformers.modeling_utils")
+    report_logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        report_logger.removeFilter(is_no_report)
 
 
 @contextmanager
@@ -198,7 +248,8 @@ def _load_errors(config: EngineConfig, location: ModelLocation) -> Iterator[None
         raise
     except Exception as error:
         where = "" if location.is_local else " (not a local folder, so looked up on the Hugging Face hub)"
-        raise ModelLoadError(f"cannot load the model {config.model!r}{where}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"cannot load the model {config.model!r}{where}: {reason}") from error
 
 
 @contextmanager

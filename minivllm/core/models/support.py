@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from minivllm.core.attention.base import ATTENTION_NAME, AttentionLayer
 from minivllm.core.errors import ModelLoadError
+from minivllm.core.models.checkpoint import quantization_of
 from minivllm.core.models.lm_head import LMHead
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,23 @@ _HARMLESS_ARGUMENTS = frozenset(
 _FEATURE_OF_ARGUMENT = {"s_aux": "attention sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
 
 
+_MEDIA = {"vision_config": "an image part", "audio_config": "an audio part"}
+"""Fields of configurations of models that also read other things than text."""
+
+
 def unsupported(name: str, config: PreTrainedConfig, feature: str) -> ModelLoadError:
     """Returns the error for a model that needs `feature`."""
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
-    return ModelLoadError(f"{name!r} ({architecture}) cannot be served: it needs {feature}")
+    media = other_parts(config)
+    reason = (
+        f"it has {media}; its text part is not served, since it needs {feature}" if media else f"it needs {feature}"
+    )
+    return ModelLoadError(f"{name!r} ({architecture}) cannot be served: {reason}")
+
+
+def other_parts(config: PreTrainedConfig) -> str:
+    """Returns what a model has besides its text part, as "an image part"; empty for a model of text alone."""
+    return " and ".join(part for field, part in _MEDIA.items() if getattr(config, field, None) is not None)
 
 
 def check_supported(name: str, config: PreTrainedConfig) -> None:
@@ -51,15 +66,30 @@ def check_supported(name: str, config: PreTrainedConfig) -> None:
     Raises:
         ModelLoadError: it needs an unsupported feature; names the architecture and the feature.
     """
-    feature = _unsupported_feature(config)
+    feature = _unsupported_feature(config) or _unsupported_quantization(config)
     if feature is not None:
         raise unsupported(name, config, feature)
+
+
+def _unsupported_quantization(config: PreTrainedConfig) -> str | None:
+    quantization = quantization_of(config)
+    if quantization is None:
+        return None
+    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = fields.get("quant_method")
+    if method is None and not (fields.get("load_in_8bit") or fields.get("load_in_4bit")):
+        return "a quantization method that its quantization_config does not name (quant_method)"
+    if not AutoHfQuantizer.supports_quant_method(fields):
+        return f"the quantization method {method!r}, which this version of transformers does not have"
+    return None
 
 
 def _unsupported_feature(config: PreTrainedConfig) -> str | None:
     text_config = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "an encoder, and only decoders are supported"
+    if getattr(text_config, "num_kv_shared_layers", None):
+        return f"layers that share the K and V of others ({text_config.num_kv_shared_layers} of them)"
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     unknown = sorted(layer_types - {"full_attention", "sliding_attention"})
     if unknown:
@@ -81,27 +111,35 @@ def _unsupported_feature(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def context_limit(name: str, config: PreTrainedConfig) -> int | None:
+def context_limit(name: str, config: PreTrainedConfig, wanted: int | None = None) -> int | None:
     """Returns the longest context that the model's positions support, or None without a limit.
 
+    YaRN and linear scaling reach `factor` times the original context; `max_position_embeddings` may be that already.
     Where rotary frequencies depend on the longest sequence of a batch, the context ends before they change: otherwise
     one request would change another's result, and cached K would have the old frequencies.
+
+    Raises:
+        ModelLoadError: `wanted` tokens are beyond that end, or the configuration does not say where it is.
     """
     text_config = config.get_text_config(decoder=True)
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
+    is_flat = "rope_type" in (getattr(text_config, "rope_parameters", None) or {})
     for rope in _rope_parameters(text_config):
-        rope_type = rope.get("rope_type", "default")
-        if rope_type == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            if original is None:
-                raise unsupported(name, config, "longrope without original_max_position_embeddings")
-            if limit is None or original < limit:
-                logger.warning(
-                    "%s: longrope changes its frequencies beyond %d tokens, so the context ends there", name, original
-                )
-                limit = original
-        elif "dynamic" in rope_type and limit is None:
-            raise unsupported(name, config, "dynamic rotary embeddings without max_position_embeddings")
+        rope_type, original = rope.get("rope_type", "default"), rope.get("original_max_position_embeddings")
+        if rope_type == "longrope" or "dynamic" in rope_type:
+            end = original if rope_type == "longrope" else limit
+            if end is None:
+                field = "original_max_position_embeddings" if rope_type == "longrope" else "max_position_embeddings"
+                raise unsupported(name, config, f"{rope_type} rotary embeddings without {field}")
+            reason = f"{rope_type} rotary embeddings change their frequencies beyond {end} tokens"
+            if wanted is not None and wanted > end:
+                raise ModelLoadError(f"max_model_len is {wanted}, but {reason}; the largest possible is {end}")
+            if rope_type != "longrope" or limit is None or end < limit:
+                logger.warning("%s: %s, so the context ends there", name, reason)
+            limit = end if limit is None else min(limit, end)
+        elif rope_type == "yarn" or (rope_type == "linear" and is_flat):
+            base = original or getattr(text_config, "max_position_embeddings", None) or 0
+            limit = max(limit or 0, int(base * float(rope.get("factor") or 1.0))) or None
     return limit
 
 

@@ -34,6 +34,8 @@ def why_not_decoder(model: Any, layers: tuple[AttentionLayer, ...], dtype: torch
     config = model.config
     if model.device.type != "cpu":
         return "it is for CPUs"
+    if getattr(model, "is_quantized", False):
+        return "the projections of transformers' quantization have no plain weights"
     if config.model_type not in MODEL_TYPES or not type(model).__module__.startswith("transformers.models."):
         return f"it does not know the layers of {config.model_type!r}"
     if dtype not in (torch.bfloat16, torch.float32):

@@ -15,12 +15,14 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     DeepseekV3Config,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteConfig,
     JambaConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
@@ -28,13 +30,15 @@ from transformers import (
     T5Config,
 )
 
-from minivllm.core.attention import AttentionLayer
+from minivllm.core.attention import AttentionLayer, choose_backend
 from minivllm.core.attention.reference import ReferenceBackend
 from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models import support
+from minivllm.core.models.backbone import TransformersBackbone
 from minivllm.core.models.lm_head import LMHead
 from minivllm.core.models.loader import load_model
+from minivllm.core.worker import self_check
 from minivllm.core.worker.model_runner import build_model_runner
 from tests.engine.running import WatchedRun, greedy
 from tests.engine.tiny_models import VOCAB_SIZE, reference_logits, reference_model, save_tiny
@@ -77,6 +81,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "custom attention code": (
         lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=48, n_layer=2, n_head=6),
         "its own attention code",
+    ),
+    "shared K and V": (
+        lambda: Gemma4TextConfig(**TINY, head_dim=8, num_kv_shared_layers=1),
+        "layers that share the K and V of others",
     ),
     "attention sinks": (
         lambda: GptOssConfig(**TINY, head_dim=8, num_local_experts=4, sliding_window=9),
@@ -155,6 +163,46 @@ def test_self_check_rejects_a_sliding_window_that_is_not_applied(
         ModelLoadError, match=f"{name}.*cannot be served: it needs something that paged attention lacks"
     ):
         build_model_runner(dummy(tmp_path, attention_backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_alone_is_no_reason_to_reject_a_mixture_of_experts(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In 16 bits a token may get other experts; with a tolerance that rounding exceeds, float32 decides."""
+    OlmoeConfig(**TINY, num_experts=8, num_experts_per_tok=2).save_pretrained(tmp_path)
+    monkeypatch.setitem(self_check._TOLERANCE, getattr(torch, dtype), 1e-4)
+    with caplog.at_level("INFO"):
+        build_model_runner(dummy(tmp_path, dtype=dtype))
+    assert "rounding alone changes its logits" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cohere2", "starcoder2"])
+def test_self_check_in_float32_rejects_a_sliding_window_that_is_not_applied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UNTESTED[name]().save_pretrained(tmp_path)
+    initialize = ReferenceBackend.__init__
+
+    def without_windows(backend: ReferenceBackend, layers: tuple[AttentionLayer, ...], *args: Any) -> None:
+        initialize(backend, tuple(replace(layer, sliding_window=None) for layer in layers), *args)
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", without_windows)
+    monkeypatch.setitem(self_check._TOLERANCE, torch.bfloat16, 1e-4)
+    with pytest.raises(ModelLoadError, match="something that paged attention lacks"):
+        build_model_runner(dummy(tmp_path, attention_backend="reference", dtype="bfloat16"))
+
+
+def test_self_check_leaves_the_weights_in_their_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    UNTESTED["granite"]().save_pretrained(tmp_path)
+    monkeypatch.setitem(self_check._TOLERANCE, torch.bfloat16, 1e-4)
+    loaded = load_model(dummy(tmp_path, dtype="bfloat16"))
+    before = {name: parameter.clone() for name, parameter in loaded.model.named_parameters()}
+    backend = choose_backend("reference", loaded.layers, loaded.dtype, loaded.device)
+    self_check.check_against_transformers(loaded, TransformersBackbone(loaded, backend), 4)
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.dtype == torch.bfloat16
 
 
 def test_unknown_logits_processing_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
