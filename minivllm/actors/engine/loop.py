@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minivllm.engine")
 
+SNAPSHOT_WAIT_S = 0.08
+"""Health checks and scrapes are answered within 0.1 s, whatever a step takes."""
+
 T = TypeVar("T")
 Call = tuple[Callable[["LLMEngine"], Any], asyncio.Future[Any]]
 """What runs in the thread, and the future of its result."""
@@ -120,9 +123,9 @@ class EngineLoop:
         self.state.settings = settings
 
     async def snapshot(self) -> EngineSnapshot:
-        """Returns a snapshot taken between two steps; of a dead engine, the last one."""
-        with contextlib.suppress(EngineDeadError):
-            self.state.stats = await self.call(lambda engine: engine.stats())
+        """Returns a snapshot taken between two steps; of a dead engine, and during a long step, the last one."""
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            self.state.stats = await asyncio.wait_for(self.call(lambda engine: engine.stats()), SNAPSHOT_WAIT_S)
         return self.last_snapshot()
 
     def last_snapshot(self) -> EngineSnapshot:

@@ -121,13 +121,14 @@ class Tokenizer:
             message = f"{param}: not valid Unicode text: a lone surrogate at position {error.start}"
             raise InvalidRequestError(message, param=param) from error
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # `encode` keeps the GIL for seconds if the text is long; a batch does not.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids, without cleaning up spaces before punctuation. Unknown ids have no text."""
         if self._backend is not None:
-            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+            return str(self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
         known = [token_id for token_id in token_ids if token_id in self._tokens]
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self.hf_tokenizer.decode(known, **options))

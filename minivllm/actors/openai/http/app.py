@@ -44,7 +44,7 @@ from minivllm.actors.openai.serving.chat import chat_completion
 from minivllm.actors.openai.serving.completions import completion
 from minivllm.actors.openai.serving.generation import Generation
 from minivllm.actors.openai.serving.service import GenerationService
-from minivllm.actors.openai.serving.tokenize import detokenize, tokenize, tokenizer_info
+from minivllm.actors.openai.serving.tokenize import detokenize, tokenize_to_json, tokenizer_info
 from minivllm.core.errors import InvalidRequestError
 
 INLINE_BYTES = 32 * 1024
@@ -170,7 +170,8 @@ def _add_text_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, body=TokenizeRequest))
     async def create_tokens(request: Request) -> Response:
-        return JSONResponse(await tokenize(service, await _read(request, TokenizeRequest)))
+        content = await tokenize_to_json(service, await _read(request, TokenizeRequest))
+        return Response(content, media_type="application/json")
 
     @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, body=DetokenizeRequest))
     async def create_text(request: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import partial
 from typing import Any
 
 from minivllm.actors.openai.protocol.errors import shorten, wrong_field
@@ -16,6 +17,9 @@ from minivllm.actors.openai.tools.parsers import Parsed, ToolCallDelta
 from minivllm.actors.openai.tools.tools import ToolUse, with_tools_in_text
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.text.tokenizer import Tokenizer
+
+INLINE_MESSAGES = 100
+"""So many are checked and rendered in about a millisecond."""
 
 
 async def chat_completion(service: GenerationService, body: ChatCompletionRequest) -> Generation:
@@ -105,7 +109,20 @@ async def chat_prompt(
 
     Raises InvalidRequestError: a message is malformed, the template is missing or rejects the messages.
     """
-    tokenizer = service.tokenizer
+    if len(body.messages or []) <= INLINE_MESSAGES:
+        text = _render(service.tokenizer, body, tools)
+    else:
+        text = await service.in_thread(partial(_render, service.tokenizer, body, tools), is_long=True)
+    adds, is_prompt = bool(body.add_special_tokens), isinstance(body, ChatCompletionRequest)
+    token_ids = await service.encode(text, add_special_tokens=adds, param="messages", is_prompt=is_prompt)
+    if not token_ids:
+        raise wrong_field("messages", "the model's chat template makes no tokens of these")
+    return Prompt(token_ids, text)
+
+
+def _render(
+    tokenizer: Tokenizer, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
+) -> str:
     messages = [_message(message, f"messages[{place}]") for place, message in enumerate(body.messages or [])]
     if "tools" not in (tokenizer.chat_template(with_tools=True) or ""):
         messages, tools = with_tools_in_text(messages, tools), None
@@ -113,18 +130,13 @@ async def chat_prompt(
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatCompletionRequest) and body.documents is not None:
         variables["documents"] = body.documents
-    text = tokenizer.render_chat(
+    return tokenizer.render_chat(
         messages,
         tools=tools,
         continue_final_message=continues,
         add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         chat_template_kwargs=variables,
     )
-    adds, is_prompt = bool(body.add_special_tokens), isinstance(body, ChatCompletionRequest)
-    token_ids = await service.encode(text, add_special_tokens=adds, param="messages", is_prompt=is_prompt)
-    if not token_ids:
-        raise wrong_field("messages", "the model's chat template makes no tokens of these")
-    return Prompt(token_ids, text)
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:

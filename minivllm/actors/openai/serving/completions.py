@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from minivllm.actors.openai.protocol.errors import shorten, wrong_field
@@ -75,7 +76,11 @@ async def _prompts(service: GenerationService, body: CompletionRequest) -> list[
             raise wrong_field("prompt", "must not be empty")
         if len(given) > MAX_CHOICES:
             raise wrong_field("prompt", f"more than {MAX_CHOICES} prompts in one request")
-        return [await _prompt(service, item, body, f"prompt[{place}]") for place, item in enumerate(given)]
+        prompts = []
+        for place, item in enumerate(given):
+            prompts.append(await _prompt(service, item, body, f"prompt[{place}]"))
+            await asyncio.sleep(0)  # other requests do not wait for a thousand prompts
+        return prompts
     if isinstance(given, str | list):
         return [await _prompt(service, given, body, "prompt")]
     kinds = "a string, a list of strings, a list of token ids or a list of such lists"

@@ -25,8 +25,10 @@ logger = logging.getLogger("minivllm.ingress")
 
 INLINE_CHARACTERS = 2048
 """A text up to this length is tokenized in well under a millisecond, which is less than a thread switch costs."""
+LONG_TEXT_CHARACTERS = 64 * 1024
+"""A text up to this length is tokenized in some 30 ms."""
 HEALTH_TIMEOUT_S = 5.0
-"""The engine answers between two steps, and a step may take long."""
+"""The engine answers at once, whatever its step does."""
 METRICS_TIMEOUT_S = 5.0
 """Less than the scrape timeout of Prometheus."""
 INFO_RETRY_S = 0.5
@@ -62,8 +64,9 @@ class GenerationService:
         self._fetch_last_snapshot = fetch_last_snapshot
         self._info: EngineInfo | None = None
         self._info_task: asyncio.Task[None] | None = None
-        # One thread: more would take cores from the engine. The tokenizer releases the GIL.
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        # Few threads: more would take cores from the engine. Long texts have their own: others do not wait for them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._thread_of_long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1)
 
     # ---- engine
@@ -173,8 +176,9 @@ class GenerationService:
         at_least = len(text) // self._longest_token
         if is_prompt and at_least > self.info.max_model_len:
             raise self._too_long(f"has at least {at_least} tokens", param)
-        return await self.in_thread(encode)
+        return await self.in_thread(encode, is_long=len(text) > LONG_TEXT_CHARACTERS)
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` outside of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def in_thread(self, work: Callable[[], Result], *, is_long: bool) -> Result:
+        """Runs `work` outside of the event loop, which it must not keep waiting: no long calls that hold the GIL."""
+        thread = self._thread_of_long_texts if is_long else self._thread
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
