@@ -60,6 +60,10 @@ class RequestFailedError(MinivllmError):
     """This one request failed on the server's side; other requests continue."""
 
 
+class NotFiniteError(RequestFailedError):
+    """The model's output for this request is not finite, so its K and V may not be either."""
+
+
 class EngineDeadError(MinivllmError):
     """A forward pass failed or a block invariant is broken. Ends every live request; the replica must be replaced."""
 

@@ -123,8 +123,8 @@ class _Prefix:
 class FakeRunner:
     """Runs `FakeModel` on a KV pool that checks every read and write.
 
-    `fail_after[request_id] = n` makes the sampling of that request fail after n output tokens, `fail_next_step` makes
-    one forward pass raise, and `during_execute` is called while a step is in flight.
+    `fail_after[request_id] = n` makes the sampling of that request fail with `failure` after n output tokens,
+    `fail_next_step` makes one forward pass raise, and `during_execute` is called while a step is in flight.
 
     Args:
         max_num_batched_tokens, max_num_seqs: limits that every step must keep; None disables the check.
@@ -151,6 +151,7 @@ class FakeRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.fail_after: dict[str, int] = {}
+        self.failure: type[RequestFailedError] = RequestFailedError
         self.fail_next_step: Exception | None = None
         self.during_execute: Callable[[Any], None] | None = None
         self.fault: KVFaultError | None = None
@@ -344,7 +345,7 @@ class FakeRunner:
             return SampleResult(prompt_logprobs=prompt_logprobs)
         fails_after = self.fail_after.get(sequence.request_id)
         if fails_after is not None and len(sequence.output_token_ids) >= fails_after:
-            return SampleResult(error=RequestFailedError(f"{sequence.seq_id} is set to fail"))
+            return SampleResult(error=self.failure(f"{sequence.seq_id} is set to fail"))
         token_id = self.model.next_token(prefix.plain[-1], sequence.index)
         logprobs = None if params.logprobs is None else TokenLogprobs(token_id, -0.5)
         return SampleResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minivllm.core.errors import EngineDeadError
+from minivllm.core.errors import EngineDeadError, NotFiniteError, RequestFailedError
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason
@@ -265,3 +265,22 @@ def test_corruption_is_logged_and_reported_with_its_block_and_request(caplog: py
         assert f"block {block} " in text
         assert one.request_id in text
     check_dead(watched, 1)
+
+
+@pytest.mark.parametrize(("failure", "num_cached"), [(NotFiniteError, 0), (RequestFailedError, 8)])
+def test_prompt_whose_output_is_not_finite_is_not_served_from_the_cache(
+    failure: type[RequestFailedError], num_cached: int
+) -> None:
+    """The chunks before the one that is sampled from are cached when the failure is found."""
+    watched = WatchedEngine(num_blocks=16, max_num_batched_tokens=5, enable_prefix_caching=True)
+    watched.runner.failure = failure
+    prompt = list(range(1, 14))
+    watched.add(prompt, request_id="fails", fail_after=0, max_tokens=3)
+    while watched.live:
+        watched.step()
+    watched.add(prompt, request_id="next", max_tokens=3)
+    while watched.live:
+        watched.step()
+    [following] = [ended for ended in watched.ended if ended.request_id == "next"]
+    assert following.num_cached_tokens == num_cached
+    assert following.tokens == following.expected

@@ -236,6 +236,12 @@ class BlockManager:
                 self.pool.cache(table.prefix)
             table.num_full_blocks += 1
 
+    def forget_prefixes(self, sequence: BlockSequence) -> None:
+        """Makes the blocks that only this sequence uses unfindable, since their K and V are wrong."""
+        for block_id in sequence.block_table:
+            if self.pool.reference_counts[block_id] == 1:
+                self.pool.forget(block_id)
+
     def free_sequence(self, sequence: BlockSequence) -> None:
         """Frees all blocks of the sequence, the last one first. A no-op if it has none.
 

@@ -145,6 +145,13 @@ class BlockPool:
         if self.prefix_of_hash.setdefault(prefix.block_hash, prefix) is prefix:
             self.prefixes[prefix.block_id] = prefix
 
+    def forget(self, block_id: int) -> None:
+        """Removes the prefix of a block in use from the index."""
+        prefix = self.prefixes[block_id]
+        if prefix is not None:
+            del self.prefix_of_hash[prefix.block_hash]
+            self.prefixes[block_id] = None
+
     def evict_all(self) -> None:
         """Moves all evictable blocks to the free queue, in their order."""
         while self.evictable:

@@ -9,7 +9,7 @@ import logging
 import torch
 
 from minivllm.core.native import bindings
-from minivllm.core.native.memory import prefer_huge_pages
+from minivllm.core.native.resources import prefer_huge_pages
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Self
 
 from minivllm.core.native.build import library
-from minivllm.core.native.memory import available_bytes
+from minivllm.core.native.resources import available_bytes
 
 if TYPE_CHECKING:
     from minivllm.core.attention.kv_pool import KVCachePool

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from minivllm.core.errors import InvalidRequestError, MinivllmError, RequestFailedError
+from minivllm.core.errors import InvalidRequestError, MinivllmError, NotFiniteError, RequestFailedError
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.ops import (
     Workspace,
@@ -147,7 +147,7 @@ class Sampler:
             return self._sample_isolated(logits, sequences)
         values, token_ids = block_argmax(logits)
         results = [
-            SampleResult(token_id) if is_finite else SampleResult(error=RequestFailedError(_NOT_FINITE))
+            SampleResult(token_id) if is_finite else SampleResult(error=NotFiniteError(_NOT_FINITE))
             for token_id, is_finite in zip(token_ids.tolist(), torch.isfinite(values).tolist(), strict=True)
         ]
         if others:
@@ -190,7 +190,7 @@ class Sampler:
             token_ids[row] = token_id
         logprobs = _logprobs(raw, states, token_ids)
         return [
-            SampleResult(error=RequestFailedError(_NOT_FINITE))
+            SampleResult(error=NotFiniteError(_NOT_FINITE))
             if not raw_is_finite[row]
             else SampleResult(error=_failed("every token is masked"))
             if not is_finite[row]

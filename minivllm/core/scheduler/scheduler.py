@@ -24,6 +24,7 @@ from minivllm.core.errors import (
     InvalidRequestError,
     MinivllmError,
     NeverFitsError,
+    NotFiniteError,
 )
 from minivllm.core.kv_cache.block_manager import BlockManager, flat_slots
 from minivllm.core.outputs import RequestOutput, SampleResult
@@ -352,6 +353,8 @@ class Scheduler:
         """Applies the result of one sequence: counts its tokens, appends the sampled one, ends it if it is complete."""
         sequence, start, end, samples, _ = scheduled
         if result.error is not None:
+            if isinstance(result.error, NotFiniteError):
+                self.block_manager.forget_prefixes(sequence)
             self._end(sequence, FinishReason.ERROR, SampleResult(error=result.error))
             return
         self.block_manager.mark_computed(sequence, end)

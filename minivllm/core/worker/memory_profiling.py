@@ -12,12 +12,17 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import ModelLoadError
 from minivllm.core.models.backbone import Backbone
 from minivllm.core.models.loader import LoadedModel
+from minivllm.core.native.resources import available_bytes
 from minivllm.core.sampling.sampler import Sampler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.core.worker.dummy_step import dummy_step
 
 logger = logging.getLogger(__name__)
+
+
+POOL_SHARE = 0.8
+"""Part of the available memory that a KV pool may take; packed weights and the steps need the rest."""
 
 
 def default_token_budget(device: torch.device) -> int:
@@ -50,10 +55,19 @@ def _blocks_in(num_bytes: int, spec: KVCacheSpec, setting: str) -> int:
 
 
 def blocks_on_cpu(spec: KVCacheSpec, num_bytes: int) -> int:
-    """Returns the blocks in `num_bytes`, the setting `cpu_kv_cache_bytes`. Raises as `count_blocks`."""
+    """Returns the blocks in `num_bytes`, the setting `cpu_kv_cache_bytes`, or in what is left of the memory if less.
+
+    Raises as `count_blocks`.
+    """
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > physical:
         raise ModelLoadError(f"cpu_kv_cache_bytes={num_bytes} is more than the memory of this machine, {physical}")
+    available = available_bytes()
+    if available is not None and num_bytes > POOL_SHARE * available:
+        num_bytes = int(POOL_SHARE * available)
+        logger.warning(
+            "cpu_kv_cache_bytes lowered to %d: machine and control groups have %d bytes left", num_bytes, available
+        )
     return _blocks_in(num_bytes, spec, "cpu_kv_cache_bytes")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -18,8 +17,8 @@ from minivllm.core.config import EngineConfig
 from minivllm.core.errors import IntegrityError
 from minivllm.core.models.backbone import Backbone, TransformersBackbone, choose_backbone
 from minivllm.core.models.loader import LoadedModel, load_model
-from minivllm.core.native.memory import prefer_huge_pages
 from minivllm.core.native.prefault import Prefaulter
+from minivllm.core.native.resources import prefer_huge_pages, usable_cores
 from minivllm.core.outputs import SampleResult, TokenLogprobs
 from minivllm.core.sampling.sampler import Sampler, token_logprobs
 from minivllm.core.scheduler.output import ScheduledSequence, SchedulerOutput
@@ -41,7 +40,7 @@ def build_model_runner(config: EngineConfig) -> ModelRunner:
     Raises:
         ModelLoadError: the model cannot be loaded or served, or there is too little memory for the pool.
     """
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.num_threads or usable_cores())
     model = load_model(config)
     attention = choose_backend(config.attention_backend, model.layers, model.dtype, model.device)
     sampler = _build_sampler(config, model)

@@ -590,3 +590,34 @@ def test_reset_forgets_all_cached_blocks_and_caching_continues() -> None:
 def test_reset_of_an_empty_prefix_cache_returns_true() -> None:
     assert caching_manager(2).reset_prefix_cache() is True
     assert BlockManager(2, SIZE).reset_prefix_cache() is True
+
+
+# Wrong K and V
+
+
+def test_forgotten_prefixes_are_not_hit() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    sequence = Sequence("wrong", prompt, SamplingParams())
+    prefill(manager, sequence)
+    assert hits(manager, prompt) == 8
+    manager.forget_prefixes(sequence)
+    manager.check_integrity()
+    assert hits(manager, prompt) == 0
+    manager.free_sequence(sequence)
+    assert hits(manager, prompt) == 0
+    assert sum(owner.state == "free" for owner in manager.owners()) == 8
+
+
+def test_prefixes_that_another_sequence_uses_are_forgotten_with_their_last_user() -> None:
+    manager = caching_manager(8)
+    prompt = list(range(9))
+    first, second = (Sequence(name, prompt, SamplingParams()) for name in ("first", "second"))
+    prefill(manager, first)
+    prefill(manager, second)
+    assert second.block_table[:2] == first.block_table[:2]
+    for sequence, left in ((first, 8), (second, 0)):
+        manager.forget_prefixes(sequence)
+        manager.free_sequence(sequence)
+        manager.check_integrity()
+        assert hits(manager, prompt) == left

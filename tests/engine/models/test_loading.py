@@ -172,6 +172,13 @@ def test_too_few_kv_cache_bytes_are_rejected_by_setting_name() -> None:
         memory.blocks_on_cpu(SPEC, 2 * SPEC.block_bytes - 1)
 
 
+def test_kv_cache_leaves_a_share_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 20 * SPEC.block_bytes)
+    assert memory.blocks_on_cpu(SPEC, 100 * SPEC.block_bytes) == 15
+    assert memory.blocks_on_cpu(SPEC, 16 * SPEC.block_bytes) == 15
+    assert memory.blocks_on_cpu(SPEC, 10 * SPEC.block_bytes) == 9
+
+
 def test_more_kv_cache_bytes_than_memory_are_rejected() -> None:
     with pytest.raises(ModelLoadError, match="more than the memory of this machine"):
         memory.blocks_on_cpu(SPEC, 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

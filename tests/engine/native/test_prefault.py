@@ -12,8 +12,8 @@ import torch
 
 from minivllm.core.attention.kv_pool import KVCachePool, KVCacheSpec
 from minivllm.core.native import library
-from minivllm.core.native.memory import available_bytes
 from minivllm.core.native.prefault import Prefaulter
+from minivllm.core.native.resources import available_bytes, usable_cores
 
 SPEC = KVCacheSpec(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, dtype=torch.bfloat16)
 BLOCK_BYTES = SPEC.block_bytes
@@ -130,3 +130,35 @@ def test_available_memory_respects_the_cgroup_limit(line, folder, names, unlimit
     assert available_bytes() == 3_072_000
     del files["/proc/meminfo"]
     assert available_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/a/b", {"/sys/fs/cgroup/a/cpu.max": "150000 100000\n", "/sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 2),
+        ("0::/a", {"/sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        ("0::/", {}, 8),
+        (
+            "4:cpuacct,cpu:/a",
+            {"/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "300000", "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        (
+            "4:cpu:/",
+            {"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            8,
+        ),
+    ],
+    ids=["quota of a parent", "half a core", "no quota", "cgroup v1", "cgroup v1 without a quota"],
+)
+def test_usable_cores_respect_the_cpu_quota(line: str, files: dict[str, str], expected: int, monkeypatch) -> None:
+    texts = {Path("/proc/self/cgroup"): f"1:cpuset:/x\n{line}\n"} | {Path(path): text for path, text in files.items()}
+
+    def read(path: Path) -> str:
+        if path not in texts:
+            raise FileNotFoundError(path)
+        return texts[path]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert usable_cores() == expected

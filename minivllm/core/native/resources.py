@@ -1,4 +1,4 @@
-"""Memory of the operating system: huge pages, and how much is available."""
+"""What the operating system grants this process: memory, huge pages, cores."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ def available_bytes() -> int | None:
             if controller in _CGROUP_FILES:
                 available = min([available, *_available_in_groups(path, *_CGROUP_FILES[controller])])
     return available
+
+
+def usable_cores() -> int:
+    """Returns the cores that this process may use, by its affinity and the CPU quotas of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                for folder in (Path(path), *Path(path).parents):
+                    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+                        quota, period = _quota(folder, is_version_2=not controllers)
+                        cores = min(cores, -(-quota // period)) if quota > 0 else cores
+    return cores
+
+
+def _quota(folder: Path, *, is_version_2: bool) -> tuple[int, int]:
+    """Returns the microseconds of CPU time per period, and the period."""
+    if is_version_2:
+        quota, period = Path(f"/sys/fs/cgroup{folder}/cpu.max").read_text().split()
+    else:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota, period = (Path(f"/sys/fs/cgroup/cpu{folder}/{name}").read_text() for name in names)
+    return int(quota), int(period)
 
 
 def _available_in_groups(path: str, root: str, limit_file: str, usage_file: str, cache_name: str) -> Iterator[int]:
