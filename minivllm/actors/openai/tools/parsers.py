@@ -97,10 +97,13 @@ class ToolParser(ABC):
     arguments_key = "arguments"
     """The format's own key of the arguments."""
 
-    def __init__(self, max_calls: int | None = None, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self, max_calls: int | None = None, names: Collection[str] | None = None, arguments_key: str | None = None
+    ) -> None:
         self.num_calls = 0
         self._max_calls = sys.maxsize if max_calls is None else max_calls
         self._names = names
+        self._arguments_key = arguments_key or self.arguments_key
         self._text = ""
         self._place = 0
         """Where reading continues in the text."""
@@ -215,7 +218,7 @@ class ToolParser(ABC):
                 raise _NotACallError
             self._take("")
         elif key in _ARGUMENTS_KEYS and key not in keys and not self._is_known:
-            yield from self._read_arguments(self._take if key == self.arguments_key else other_arguments.append)
+            yield from self._read_arguments(self._take if key == self._arguments_key else other_arguments.append)
         else:
             yield from self._read_value(lambda _: None)
         keys.add(key)

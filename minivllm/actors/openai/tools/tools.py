@@ -45,7 +45,6 @@ class ToolUse:
             if name in names[:place]:
                 raise wrong_field(f"tools[{place}].function.name", f"{name!r} is given twice")
         self._format = call_format(template)
-        self._arguments_key = (JsonParser if self._format == "llama" else HermesParser).arguments_key
         self._tools = tools if choice != "none" else []
         self._choice = choice
         # A forced call is one call unless the client asks for more: a small model does not end a list by itself.
@@ -75,7 +74,8 @@ class ToolUse:
                 raise InvalidRequestError(message, param="tool_choice.function.name")
             schema = _parameters(named)
         else:
-            schema = {"anyOf": [_call_schema(tool, self._arguments_key) for tool in self._tools]}
+            key = "parameters" if self._format == "llama" else "arguments"
+            schema = {"anyOf": [_call_schema(tool, key) for tool in self._tools]}
             if self._forced_list:
                 schema = {"type": "array", "items": schema, "minItems": 1}
         return StructuredOutput(kind="json_schema", value=json.dumps(schema))
@@ -86,12 +86,11 @@ class ToolUse:
             return None
         if isinstance(self._choice, NamedToolChoice):
             return ArgumentsParser(self._choice.function.name)
-        names = [tool.function.name for tool in self._tools]
+        names = {tool.function.name for tool in self._tools}
+        kind = JsonParser if self._format == "llama" else HermesParser
         if self._choice == "required":
-            parser = JsonParser(names=names)
-            parser.arguments_key = self._arguments_key
-            return parser
-        return (JsonParser if self._format == "llama" else HermesParser)(1 if self._one_call else None, names)
+            return JsonParser(names=names, arguments_key=kind.arguments_key)
+        return kind(max_calls=1 if self._one_call else None, names=names)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
