@@ -44,12 +44,12 @@ _ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"name", "id", "type"})
 _SPACES = " \t\n\r"
 _TOKEN = re.compile(
-    r'([ \t\n\r]*)([{}\[\]:,"]|'
-    r"(?:-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null)(?=[ \t\n\r,\]}]))",
+    r'([ \t\n\r]*+)([{}\[\]:,"]|'
+    r"(?:-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][-+]?\d++)?|true|false|null)(?=[ \t\n\r,\]}]))",
     re.ASCII,
 )
 """White space and a token of JSON; of a string, its first quote."""
-_UNFINISHED_TOKEN = re.compile(r"[ \t\n\r]*[-+.\w]*", re.ASCII)
+_UNFINISHED_TOKEN = re.compile(r"[ \t\n\r]*+[-+.\w]*+", re.ASCII)
 _CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
 _UNFINISHED_ESCAPE = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 
