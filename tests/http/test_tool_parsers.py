@@ -314,6 +314,8 @@ TEXTS: dict[str, tuple[str, list[tuple[str, str]], bool]] = {
     f"{CALL}<tool_call>": ("<tool_call>", [F], False),
     f"{CALL}<tool_ca": ("<tool_ca", [F], True),
     f"{CALL[:-3]}": ("", [F], True),
+    '<tool_call>{"name": "f"</tool_call>': ('<tool_call>{"name": "f"</tool_call>', [], False),
+    f"{CALL[:-12]}\n": ("", [F], True),
 }
 
 

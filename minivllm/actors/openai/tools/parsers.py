@@ -12,7 +12,7 @@ A call is an object in JSON that may have trailing commas:
     arguments   an object, a string that contains one, or null or "" for none. Of `arguments` and `parameters`, the
                 format's own key counts unless it has none. An object without both is a call if its only other keys are
                 `id` and `type`.
-    end         `}`, or a tag in its place
+    end         `}`, or a tag in its place after the arguments
 
 Arguments are passed on as the model wrote them, without trailing commas. Other text becomes content.
 
@@ -200,7 +200,9 @@ class ToolParser(ABC):
             if (yield from self._peek()) not in "}<":
                 yield from self._read_entry(keys, other_arguments)
             character = yield from self._expect(",}<")
-        if character == "<":
+        if character == "<":  # small models forget the last brace
+            if not self._is_known:
+                raise _NotACallError
             self._place -= 1
         if self._name is None or not (keys & _ARGUMENTS_KEYS or keys <= _OTHER_KEYS):
             raise _NotACallError
