@@ -189,3 +189,259 @@ def test_call_format_follows_from_the_chat_template() -> None:
     assert call_format("...<tool_call>...") == "hermes"
     assert call_format("...<|python_tag|>...") == "llama"
     assert call_format("nothing about tools") == "hermes"
+
+
+# ---- calls as models write them
+
+NAMES = {"f", "g"}
+Maker = Callable[[], ToolParser]
+
+
+def hermes_parser() -> ToolParser:
+    return HermesParser(names=NAMES)
+
+
+def llama_parser() -> ToolParser:
+    return JsonParser(names=NAMES)
+
+
+def parse_whole(parser: ToolParser, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the same as `parse`, of a complete response."""
+    parsed = parser.parse(text)
+    assert [call.index for call in parsed.calls] == list(range(parser.num_calls))
+    assert all(call.call_id and call.name for call in parsed.calls)
+    return parsed.content, [(str(call.name), call.arguments) for call in parsed.calls]
+
+
+OBJECTS: dict[str, str | None] = {
+    # text of an object: arguments of f if it is a call. ARGS is the format's own key, OTHER the one of the other format
+    '{"name": "f", "ARGS": {"a": 1}}': '{"a": 1}',
+    '{"ARGS": {"a": 1}, "name": "f"}': '{"a": 1}',
+    # unknown keys
+    '{"id": "call_1", "type": "function", "name": "f", "ARGS": {"a": 1}}': '{"a": 1}',
+    '{"name": "f", "ARGS": {"a": 1}, "id": 7, "why": [{"x": "}"}, null, -1.5e3, true]}': '{"a": 1}',
+    '{"why": {"name": "g", "ARGS": {}}, "name": "f", "note": "\\"", "ARGS": {"a": 1}}': '{"a": 1}',
+    '{"name": "f", "id": "1", "type": "function"}': "{}",
+    '{"name": "f", "age": 4}': None,
+    '{"function": {"name": "f", "ARGS": {}}}': None,
+    # trailing commas
+    '{"name": "f", "ARGS": {"a": 1},}': '{"a": 1}',
+    '{"name": "f", "ARGS": {"a": [1, 2 , ], "b": {"c": "," ,},\n} , }': '{"a": [1, 2  ], "b": {"c": "," }\n}',
+    '{"name": "f",, "ARGS": {"a": 1}}': None,
+    '{"name": "f", "ARGS": {,}}': None,
+    '{,"name": "f"}': None,
+    '{"name": "f" "ARGS": {}}': None,
+    # no arguments
+    '{"name": "f", "ARGS": null}': "{}",
+    '{"name": "f", "ARGS": null, "OTHER": null}': "{}",
+    '{"name": "f", "ARGS": ""}': "{}",
+    '{"name": "f", "ARGS": {}}': "{}",
+    '{"name": "f", "ARGS": { }}': "{ }",
+    '{"name": "f"}': "{}",
+    # arguments in a string
+    '{"name": "f", "ARGS": "{\\"a\\": \\"\\u00e9 \\\\n\\"}"}': '{"a": "é \\n"}',
+    '{"ARGS": "{\\"a\\": 1}", "name": "f"}': '{"a": 1}',
+    '{"name": "f", "ARGS": "Rome"}': None,
+    '{"name": "f", "ARGS": "[1]"}': None,
+    '{"name": "f", "ARGS": "{\\"a\\": NaN}"}': None,
+    # two keys of arguments
+    '{"name": "f", "OTHER": {"a": 1}}': '{"a": 1}',
+    '{"name": "f", "ARGS": {"a": 1}, "OTHER": {"b": 2}}': '{"a": 1}',
+    '{"name": "f", "OTHER": {"b": 2}, "ARGS": {"a": 1}}': '{"a": 1}',
+    '{"OTHER": {"b": 2}, "ARGS": {"a": 1}, "name": "f"}': '{"a": 1}',
+    '{"name": "f", "ARGS": null, "OTHER": {"b": 2}}': '{"b": 2}',
+    '{"name": "f", "OTHER": {"b": 2}, "ARGS": null}': '{"b": 2}',
+    '{"name": "f", "ARGS": {"a": 1}, "ARGS": {"b": 2}}': '{"a": 1}',
+    '{"name": "f", "ARGS": {"a": 1}, "name": "g"}': '{"a": 1}',
+    # not JSON
+    "{'name': 'f', 'ARGS': {'a': 1}}": None,
+    '{"name": "f", "ARGS": {\'a\': 1}}': None,
+    '{"name": "f", "ARGS": {"a": True}}': None,
+    '{"name": "f", "ARGS": {"a": None}}': None,
+    '{"name": "f", "ARGS": {"a": NaN}}': None,
+    '{"name": "f", "ARGS": {"a": 01}}': None,
+    '{"name": "f", "ARGS": {a: 1}}': None,
+    '{"name": f, "ARGS": {}}': None,
+    '{"name": "f", "ARGS": [1]}': None,
+    '{"name": "f", "ARGS": 5}': None,
+    # names
+    '{"name": "h", "ARGS": {"a": 1}}': None,
+    '{"ARGS": {"a": 1}, "name": "h"}': None,
+    '{"name": "", "ARGS": {}}': None,
+    '{"name": null, "ARGS": {}}': None,
+    '{"name": "\\u0066", "ARGS": {"a": 1}}': '{"a": 1}',
+    # strings and nesting
+    '{"name": "f", "ARGS": {"a": "\\u00e9\\ud83d\\ude00 \\"}]{[ \\\\"}}': '{"a": "\\u00e9\\ud83d\\ude00 \\"}]{[ \\\\"}',
+    '{"name": "f", "ARGS": {"a": "<tool_call></tool_call>"}}': '{"a": "<tool_call></tool_call>"}',
+    '{"name": "f", "ARGS": {"a": [[], {"b": {"c": [{}, "}"]}}]}}': '{"a": [[], {"b": {"c": [{}, "}"]}}]}',
+    '{"name": "f", "ARGS": ' + '{"a": [' * 3000 + "]}" * 3000 + "}": '{"a": [' * 3000 + "]}" * 3000,
+}
+
+
+@pytest.mark.parametrize("make", [hermes_parser, llama_parser])
+@pytest.mark.parametrize("text", OBJECTS, ids=lambda text: text[:60])
+def test_object_is_a_call_or_stays_content(make: Maker, text: str) -> None:
+    keys = ("arguments", "parameters") if make is hermes_parser else ("parameters", "arguments")
+    arguments, text = OBJECTS[text], text.replace("ARGS", keys[0]).replace("OTHER", keys[1])
+    if make is hermes_parser:
+        text = f"<tool_call>\n{text}\n</tool_call>"
+    expected = (text, []) if arguments is None else ("", [("f", arguments)])
+    parser = make()
+    assert parse_whole(parser, text) == expected
+    assert parser.ends_with_calls == (arguments is not None)
+    for pieces in ([text], list(text)):
+        parser = make()
+        assert parse(parser, pieces) == expected
+        assert parser.ends_with_calls == (arguments is not None)
+    if arguments is not None and len(arguments) < 1000:
+        assert isinstance(json.loads(arguments), dict)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+F = ("f", '{"a": 1}')
+TEXTS: dict[str, tuple[str, list[tuple[str, str]], bool]] = {
+    # text in the format of Hermes: content, calls, whether it ends with calls
+    "<tool_call></tool_call>": ("<tool_call></tool_call>", [], False),
+    f"<tool_call> </tool_call>{CALL}": ("<tool_call> </tool_call>", [F], True),
+    f"One \n{CALL} \n{CALL}\n Two \n": ("One\n Two \n", [F, F], True),
+    f"{CALL}\n<tool_call> is a tag. \n": ("\n<tool_call> is a tag. \n", [F], True),
+    f" \n<tool_call>no\n{CALL}\n": (" \n<tool_call>no", [F], True),
+    f"<tool_call>{CALL}": ("<tool_call>", [F], True),
+    f'<tool_call>{{"name": "f", "argum\n{CALL}': ('<tool_call>{"name": "f", "argum', [F], True),
+    '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>': ("", [F], True),
+    '<tool_call>{"name": "f", "arguments": {"a": 1}': ('<tool_call>{"name": "f", "arguments": {"a": 1}', [], False),
+    f'{CALL} <tool_call>{{"name": "f", "arg': (' <tool_call>{"name": "f", "arg', [F], False),
+    f"{CALL}<tool_call>": ("<tool_call>", [F], False),
+    f"{CALL}<tool_ca": ("<tool_ca", [F], True),
+    f"{CALL[:-3]}": ("", [F], True),
+    '<tool_call>{"name": "f"</tool_call>': ('<tool_call>{"name": "f"</tool_call>', [], False),
+    f"{CALL[:-12]}\n": ("", [F], True),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:60])
+def test_text_around_calls_stays_content(text: str) -> None:
+    parser = hermes_parser()
+    assert (*parse_whole(parser, text), parser.ends_with_calls) == TEXTS[text]
+
+
+CUT = '{"name": "f", "ARGS": {"a": 1, "b": "x"}'
+BROKEN: dict[str, tuple[str, str]] = {
+    # text of an object: arguments that a stream sends before it turns out to be no call, content after that
+    CUT: ('{"a": 1, "b": "x"}', ""),
+    CUT[:-1]: ('{"a": 1, "b": "x"', ""),
+    CUT[:-5]: ('{"a": 1', ""),
+    '{"name": "f", "ARGS": {"a": 1, "b": True}}': ('{"a": 1', ', "b": True}}'),
+    '{"name": "f", "ARGS": {"a": "x\ny"}}': ('{"a": "x', '\ny"}}'),
+    '{"name": "f", "ARGS": {"a": 1}]': ('{"a": 1}', "]"),
+    '{"name": "f", "ARGS": {"a": 1,,}}': ('{"a": 1', ",,}}"),
+}
+
+
+@pytest.mark.parametrize("make", [hermes_parser, llama_parser])
+@pytest.mark.parametrize("text", BROKEN)
+def test_call_that_breaks_off_is_content_of_a_response_and_part_of_a_stream(make: Maker, text: str) -> None:
+    arguments, rest = BROKEN[text]
+    text = text.replace("ARGS", "arguments" if make is hermes_parser else "parameters")
+    if make is hermes_parser:
+        text = f"<tool_call>{text}"
+    parser = make()
+    assert (*parse_whole(parser, text), parser.ends_with_calls) == (text, [], False)
+    for pieces in ([text], list(text)):
+        parser = make()
+        assert (*parse(parser, pieces), parser.ends_with_calls) == (rest, [("f", arguments)], False)
+
+
+spaces = st.text(alphabet=" \n\t", max_size=2)
+
+
+@st.composite
+def written_json(draw: st.DrawFn, value: Any) -> str:
+    """Returns a text of the value with white space and trailing commas."""
+    if isinstance(value, dict | list):
+        if isinstance(value, list):
+            parts, ends = [draw(written_json(item)) for item in value], "[]"
+        else:
+            keys = [json.dumps(key, ensure_ascii=draw(st.booleans())) for key in value]
+            texts = [draw(written_json(item)) for item in value.values()]
+            parts, ends = [f"{key}{draw(spaces)}:{text}" for key, text in zip(keys, texts, strict=True)], "{}"
+        comma = draw(st.sampled_from(["", ","])) if parts else ""
+        text = ends[0] + ",".join(draw(spaces) + part for part in parts) + comma + draw(spaces) + ends[1]
+    else:
+        text = json.dumps(value, ensure_ascii=draw(st.booleans()))
+    return draw(spaces) + text + draw(spaces)
+
+
+@st.composite
+def written_calls(draw: st.DrawFn, key: str) -> tuple[str, dict[str, Any] | None]:
+    """Returns an object, and the arguments if it is a call."""
+    arguments = draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3))
+    name = draw(st.sampled_from(["f", "f", "f", "g", "h"]))
+    written = draw(st.sampled_from([arguments, json.dumps(arguments)])) if arguments else arguments
+    fields = {"name": name, key: written} | draw(
+        st.fixed_dictionaries({}, optional={"id": json_values, "why": json_values})
+    )
+    fields = {name: fields[name] for name in draw(st.permutations(list(fields)))}
+    return draw(written_json(fields)).strip(), None if name == "h" else arguments or {}
+
+
+def split(text: str, cuts: list[float]) -> list[str]:
+    places = sorted(int(cut * len(text)) for cut in cuts)
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+cut_places = st.lists(st.floats(0, 1), max_size=12)
+
+
+@given(st.data(), st.sampled_from([hermes_parser, llama_parser]), cut_places)
+def test_calls_keep_their_arguments_however_they_are_written(
+    data: st.DataObject, make: Maker, cuts: list[float]
+) -> None:
+    key = "arguments" if make is hermes_parser else "parameters"
+    text, arguments = data.draw(written_calls(key))
+    if make is hermes_parser:
+        text = f"<tool_call>{text}</tool_call>"
+    content, calls = parse_whole(make(), text)
+    if arguments is None:
+        assert (content, calls) == (text, [])
+    else:
+        assert (content, [json.loads(found) for _, found in calls]) == ("", [arguments])
+    assert parse(make(), split(text, cuts)) == (content, calls)
+
+
+@given(st.data(), st.sampled_from([hermes_parser, llama_parser]), cut_places)
+def test_pieces_give_the_calls_content_and_end_of_the_whole(
+    data: st.DataObject, make: Maker, cuts: list[float]
+) -> None:
+    tags = ["<tool_call>", "</tool_call>", "{", "}", '"', ",", "\\", "<", "True", "\n", " ", "; ", "text"]
+    key = "arguments" if make is hermes_parser else "parameters"
+    call = written_calls(key).map(lambda call: call[0])
+    part = st.sampled_from(tags) | call | call.map(lambda text: f"<tool_call>{text}</tool_call>")
+    text = "".join(data.draw(st.lists(part, max_size=5)))
+    text = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text
+    parsers = [make() for _ in range(3)]
+    streamed = parse(parsers[0], [text])
+    assert parse(parsers[1], split(text, cuts)) == streamed
+    content, calls = parse_whole(parsers[2], text)
+    assert all(name in NAMES and isinstance(json.loads(arguments), dict) for name, arguments in calls)
+    if len(calls) == len(streamed[1]):
+        assert (content, calls) == streamed
+        assert {parser.ends_with_calls for parser in parsers} == {parsers[2].ends_with_calls}
+    else:  # the stream contains calls that broke off
+        assert len(calls) < len(streamed[1])
+        assert not any(parser.ends_with_calls for parser in parsers)
+
+
+def test_arguments_of_a_named_function_that_are_cut_off_are_content_of_a_response() -> None:
+    assert parse_whole(ArgumentsParser("f"), '{"a": 1}') == ("", [("f", '{"a": 1}')])
+    assert parse_whole(ArgumentsParser("f"), '{"a": 1') == ('{"a": 1', [])
+    assert parse(ArgumentsParser("f"), ['{"a', '": 1']) == ("", [("f", '{"a": 1')])
+
+
+def test_second_call_does_not_end_the_answer_if_one_is_allowed() -> None:
+    for text in (f"{CALL}{CALL}", f"{CALL}{CALL[:-20]}", f"{CALL}{CALL[:20]}"):
+        for end in (len(text), 3):
+            parser = HermesParser(max_calls=1, names=NAMES)
+            parsed = [parser.feed(text[:end]), parser.feed(text[end:]), parser.feed("", is_last=True)]
+            assert "".join(call.arguments for part in parsed for call in part.calls) == F[1]
+            assert parser.ends_with_calls

@@ -41,7 +41,11 @@ def ask(client: httpx.Client, content: str = "Hi", **fields: Any) -> dict[str, A
     assert answer.status_code == 200, answer.text
     ChatCompletionResponse.model_validate(answer.json())
     choice: dict[str, Any] = answer.json()["choices"][0]
-    assert streamed_choice(client, body) == without_ids(choice)
+    whole, streamed = without_ids(choice), streamed_choice(client, body)
+    if len(streamed[1]) > len(whole[1]):  # a stream has begun to send a call that is cut off
+        assert (whole[2], streamed[2], streamed[1][:-1]) == ("length", "length", whole[1])
+    else:
+        assert streamed == whole
     return choice
 
 
@@ -108,11 +112,16 @@ def test_calls_are_not_parsed_without_tools_or_with_choice_none(
 def test_truncated_call_ends_with_length(
     scripted_client: httpx.Client, replies: dict[str, str], tokenizer: Tokenizer
 ) -> None:
+    """A stream sends the call as far as it goes; a complete response has its text as content."""
     replies["weather?"] = ROME
+    whole = [("weather", '{"city": "Rome"}')]
     calls_seen = 0
     for max_tokens in range(1, len(tokenizer.encode(ROME))):
-        choice = ask(scripted_client, "weather?", max_tokens=max_tokens)
-        content, calls, reason = without_ids(choice)
+        content, calls, reason = without_ids(ask(scripted_client, "weather?", max_tokens=max_tokens))
+        assert reason == "length"
+        assert (content, calls) == ("", whole) if calls else ROME.startswith(content)
+        message = {"messages": [{"role": "user", "content": "weather?"}], "tools": TOOLS, "max_tokens": max_tokens}
+        content, calls, reason = streamed_choice(scripted_client, message)
         assert reason == "length"
         calls_seen += len(calls)
         if calls:
@@ -122,6 +131,61 @@ def test_truncated_call_ends_with_length(
         else:
             assert ROME.startswith(content)
     assert calls_seen > 3
+
+
+WRITTEN: dict[str, tuple[str, list[tuple[str, str]], str]] = {
+    # text of the model: content, calls, finish reason
+    '<tool_call>{"id": 1, "arguments": {"city": "Rome",}, "name": "weather",}</tool_call>': (
+        "",
+        [("weather", '{"city": "Rome"}')],
+        "tool_calls",
+    ),
+    '<tool_call>{"name": "count", "arguments": null}</tool_call>': ("", [("count", "{}")], "tool_calls"),
+    '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}</tool_call>': (
+        "",
+        [("weather", '{"city": "Rome"}')],
+        "tool_calls",
+    ),
+    '<tool_call>{"name": "weather", "parameters": {}, "arguments": {"city": "Rome"}}</tool_call>': (
+        "",
+        [("weather", '{"city": "Rome"}')],
+        "tool_calls",
+    ),
+    f"One.\n{ROME}\n Two.": ("One.\n Two.", [("weather", '{"city": "Rome"}')], "tool_calls"),
+    "Hm \n<tool_call>{'name': 'weather', 'arguments': {}}</tool_call>": (
+        "Hm \n<tool_call>{'name': 'weather', 'arguments': {}}</tool_call>",
+        [],
+        "stop",
+    ),
+    '<tool_call>{"name": "rain", "arguments": {}}</tool_call>': (
+        '<tool_call>{"name": "rain", "arguments": {}}</tool_call>',
+        [],
+        "stop",
+    ),
+    "<tool_call></tool_call>": ("<tool_call></tool_call>", [], "stop"),
+    '<tool_call>{"name": "weather", "arg': ('<tool_call>{"name": "weather", "arg', [], "stop"),
+    f'{ROME}\n<tool_call>{{"name": "weather", "arg': (
+        '\n<tool_call>{"name": "weather", "arg',
+        [("weather", '{"city": "Rome"}')],
+        "stop",
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN, ids=lambda text: text[:60])
+def test_calls_are_read_as_models_write_them(scripted_client: httpx.Client, replies: dict[str, str], text: str) -> None:
+    replies["weather?"] = text
+    assert without_ids(ask(scripted_client, "weather?")) == WRITTEN[text]
+
+
+def test_call_that_the_answer_breaks_off_ends_with_stop(scripted_client: httpx.Client, replies: dict[str, str]) -> None:
+    """What a stream has sent stays; a complete response has the text of the call as content."""
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"'
+    replies["weather?"] = text
+    body = {"messages": [{"role": "user", "content": "weather?"}], "tools": TOOLS, "max_tokens": 100}
+    choice = scripted_client.post(PATH, json=body).json()["choices"][0]
+    assert without_ids(choice) == (text, [], "stop")
+    assert streamed_choice(scripted_client, body) == ("", [("weather", '{"city": "Rome"')], "stop")
 
 
 def test_llama_calls_are_parsed_for_llama_templates(

@@ -51,7 +51,7 @@ class _ChatChoice:
         self._has_begun = False
 
     def to_dict(self, whole: ChoiceDelta) -> dict[str, Any]:
-        parsed, finish_reason = self._parse(whole)
+        parsed, finish_reason = self._parse(whole, is_whole=True)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.calls:
             calls = [_call_fields(call) for call in parsed.calls]
@@ -75,14 +75,17 @@ class _ChatChoice:
             chunks.append(writer.content(delta.index, parsed.content, logprobs, finish_reason, usage))
         return chunks
 
-    def _parse(self, delta: ChoiceDelta) -> tuple[Parsed, str | None]:
-        """Returns content and tool calls of a delta, and the finish reason of the last one."""
+    def _parse(self, delta: ChoiceDelta, *, is_whole: bool = False) -> tuple[Parsed, str | None]:
+        """Returns content and tool calls of a delta or of the whole, and the finish reason of the last one."""
         reason = delta.finish_reason
         if self._parser is None:
             return Parsed(delta.text), reason
-        parsed = self._parser.feed(delta.text, is_last=reason is not None)
+        if is_whole:
+            parsed = self._parser.parse(delta.text)
+        else:
+            parsed = self._parser.feed(delta.text, is_last=reason is not None)
         # As in OpenAI's API, "stop" for a function that the client named: the model did not decide to call it.
-        if reason == "stop" and self._parser.num_calls and not self._is_named:
+        if reason == "stop" and self._parser.ends_with_calls and not self._is_named:
             reason = "tool_calls"
         return parsed, reason
 

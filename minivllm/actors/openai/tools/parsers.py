@@ -5,8 +5,20 @@
     forced         under the grammar of `tool_choice`: the arguments of the named function alone, or calls as in Llama's
                    format, perhaps in a list
 
-Arguments are passed on as the model wrote them, piece by piece, once the function's name is known. Text that turns out
-not to be a call becomes content.
+A call is an object in JSON that may have trailing commas:
+
+    keys        in any order; unknown keys are skipped, and so is the second of two equal keys
+    name        a function of the request
+    arguments   an object, a string that contains one, or null or "" for none. Of `arguments` and `parameters`, the
+                format's own key counts unless it has none. An object without both is a call if its only other keys are
+                `id` and `type`.
+    end         `}`, or a tag in its place after the arguments
+
+Arguments are passed on as the model wrote them, without trailing commas. Other text becomes content.
+
+A stream passes arguments on once the function's name and the start of a first value are known. If the call is then
+malformed, or cut off by the end of the text, what was sent stays. A complete response has the text of such a call as
+content. In both, `ends_with_calls` is false.
 """
 
 from __future__ import annotations
@@ -16,9 +28,11 @@ import re
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 T = TypeVar("T")
 
@@ -26,8 +40,18 @@ OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
-_STRING_REST = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
-_NUMBER_OR_WORD = re.compile(r"[-0-9tfn][^\s,}]*(?=[\s,}])")
+_ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
+_OTHER_KEYS = frozenset({"name", "id", "type"})
+_SPACES = " \t\n\r"
+_TOKEN = re.compile(
+    r'([ \t\n\r]*+)([{}\[\]:,"]|'
+    r"(?:-?(?:0|[1-9]\d*+)(?:\.\d++)?(?:[eE][-+]?\d++)?|true|false|null)(?=[ \t\n\r,\]}]))",
+    re.ASCII,
+)
+"""White space and a token of JSON; of a string, its first quote."""
+_UNFINISHED_TOKEN = re.compile(r"[ \t\n\r]*+[-+.\w]*+", re.ASCII)
+_CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
+_UNFINISHED_ESCAPE = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 
 
 @dataclass(slots=True)
@@ -49,36 +73,71 @@ class Parsed:
 
 
 class _NotACallError(Exception):
-    """The text is not a call, or ends before the call does."""
+    """The text is not a call."""
+
+
+class _CutOffError(_NotACallError):
+    """The text ends before the call does."""
 
 
 Reading = Generator[None, None, T]
 """A generator that yields when it needs more text, and returns what it has read."""
 
+Take = Callable[[str], object]
+"""Takes the next part of a JSON value."""
+
 
 class ToolParser(ABC):
     """Takes the text in pieces of any size; the joined results do not depend on the pieces.
 
-    Reads calls, `{"name": ..., "arguments": ...}` with keys in any order. Subclasses find where calls start. Calls
-    after the first `max_calls` are dropped, and so is the content after them.
+    Reads calls; subclasses find where calls start. Calls after the first `max_calls` are dropped, and so is the content
+    after them. `names` are the functions of the request; None allows any name.
     """
 
-    def __init__(self, max_calls: int | None = None) -> None:
+    arguments_key = "arguments"
+    """The format's own key of the arguments."""
+
+    def __init__(
+        self, max_calls: int | None = None, names: Collection[str] | None = None, arguments_key: str | None = None
+    ) -> None:
         self.num_calls = 0
         self._max_calls = sys.maxsize if max_calls is None else max_calls
-        self._unread = ""
+        self._names = names
+        self._arguments_key = arguments_key or self.arguments_key
+        self._text = ""
+        self._place = 0
+        """Where reading continues in the text."""
+        self._begin = 0
+        """Where the text starts that is not passed on yet."""
+        self._spaces = ""
+        """White space at the end of the content, which is dropped next to a call."""
+        self._is_after_call = False
         self._is_last = False
+        self._is_stream = True
+        self._has_broken_call = False
         self._parsed = Parsed()
         self._start_call()
         self._parser = self._parse()
 
+    @property
+    def ends_with_calls(self) -> bool:
+        """There are calls, and none is malformed or cut off."""
+        return self.num_calls > 0 and not self._has_broken_call
+
     def feed(self, text: str, *, is_last: bool = False) -> Parsed:
-        """Parses the next piece of the text. Returns at most one delta per call."""
-        self._unread += text
+        """Parses the next piece of a stream. Returns at most one delta per call."""
+        self._text = self._text[self._begin :] + text
+        self._place -= self._begin
+        self._begin = 0
         self._is_last = is_last
         next(self._parser, None)
         parsed, self._parsed = self._parsed, Parsed()
         return parsed
+
+    def parse(self, text: str) -> Parsed:
+        """Parses a complete response. Returns one delta per call."""
+        self._is_stream = False
+        return self.feed(text, is_last=True)
 
     @abstractmethod
     def _parse(self) -> Reading[None]:
@@ -91,99 +150,111 @@ class ToolParser(ABC):
         yield
         return True
 
+    def _advance(self, length: int) -> str:
+        """Returns the next part of the text, which is not read again."""
+        text = self._text[self._place : self._place + length]
+        self._place += length
+        self._begin = self._place
+        return text
+
     def _show(self, text: str) -> None:
         if self.num_calls <= self._max_calls:
             self._parsed.content += text
 
+    def _show_rest(self) -> Reading[None]:
+        has_more = True
+        while has_more:
+            self._show(self._advance(len(self._text) - self._place))
+            has_more = yield from self._wait()
+
     # ---- one call
 
     def _start_call(self, name: str | None = None) -> None:
-        self._raw = ""
+        self._begin = self._place
         self._name = name
-        self._early_arguments: str | None = None
-        """Arguments that come before the name."""
-        self._is_announced = False
-        """A delta contains the call's name."""
+        self._arguments: list[str] = []
+        """Arguments that are not passed on yet."""
+        self._is_known = False
+        """The name and the first arguments are known, with which a stream starts to pass the call on."""
+        self._is_passed_on = False
 
-    def _read_call(self) -> Reading[str | None]:
-        """Reads a call. Returns None, or the text to show as content if it is not a call."""
+    def _read_call(self) -> Reading[bool]:
+        """Reads a call. Returns False if it is none: then what is not passed on of it remains to be read."""
         self._start_call()
+        is_kept = self.num_calls < self._max_calls
         try:
-            yield from self._expect("{")
-            character = ","
-            while character == ",":
-                yield from self._read_entry()
-                character = yield from self._expect(",}")
-            if self._name is None:
+            yield from self._read_object()
+        except _NotACallError as error:
+            is_cut_off = isinstance(error, _CutOffError)
+            self._has_broken_call |= is_kept and (is_cut_off or self._is_known)
+            self._place = len(self._text) if is_cut_off and self._is_passed_on else self._begin
+            return False
+        self._pass_on()
+        return True
+
+    def _read_object(self) -> Reading[None]:
+        keys: set[str] = set()
+        other_arguments: list[str] = []
+        character = yield from self._expect("{")
+        while character in "{,":
+            if (yield from self._peek()) not in "}<":
+                yield from self._read_entry(keys, other_arguments)
+            character = yield from self._expect(",}<")
+        if character == "<":  # small models forget the last brace
+            if not self._is_known:
                 raise _NotACallError
-            if not self._is_announced:
-                self._pass_on("{}")
-        except _NotACallError:
-            if self._is_announced:  # a truncated call is passed on as far as it goes
-                return None if self._is_last and not self._unread else ""
-            return self._raw
-        return None
-
-    def _read_entry(self) -> Reading[None]:
-        key = yield from self._read_string()
-        is_arguments, is_ignored = key in ("arguments", "parameters"), key in ("id", "type")
-        if not (is_arguments or is_ignored or key == "name"):
+            self._place -= 1
+        if self._name is None or not (keys & _ARGUMENTS_KEYS or keys <= _OTHER_KEYS):
             raise _NotACallError
+        if not self._is_known:
+            self._take("".join(other_arguments) or "{}")
+
+    def _read_entry(self, keys: set[str], other_arguments: list[str]) -> Reading[None]:
+        yield from self._expect('"')
+        key = yield from self._read_text()
         yield from self._expect(":")
+        if key == "name" and key not in keys:
+            yield from self._expect('"')
+            self._name = yield from self._read_text()
+            if not self._name or (self._names is not None and self._name not in self._names):
+                raise _NotACallError
+            self._take("")
+        elif key in _ARGUMENTS_KEYS and key not in keys and not self._is_known:
+            yield from self._read_arguments(self._take if key == self._arguments_key else other_arguments.append)
+        else:
+            yield from self._read_value(lambda _: None)
+        keys.add(key)
+
+    def _read_arguments(self, take: Take) -> Reading[None]:
         first = yield from self._peek()
-        if (is_arguments and first == "{") or (is_ignored and first in "{["):
-            yield from self._read_nested(is_arguments=is_arguments)
-            return
-        if is_ignored and first in "-0123456789tfn":
-            yield from self._match(_NUMBER_OR_WORD)
-            return
-        string = yield from self._read_string()
-        if is_ignored:
-            return
-        try:
-            text = str(json.loads(f'"{string}"'))
-        except ValueError:
-            raise _NotACallError from None
-        if is_arguments:
-            self._pass_on(text)  # some models write the arguments as a string that contains JSON
-            return
-        if not text:
+        if first == "{":
+            yield from self._read_value(take)
+        elif first == '"':
+            self._place += 1
+            text = yield from self._read_text()
+            if text.strip():
+                if not isinstance(_from_json(text), dict):
+                    raise _NotACallError
+                take(text)
+        elif (yield from self._read_token())[1] != "null":
             raise _NotACallError
-        self._name = text
-        if self._early_arguments is not None:
-            self._pass_on(self._early_arguments)
-            self._early_arguments = None
 
-    def _read_nested(self, *, is_arguments: bool) -> Reading[None]:
-        """Reads an object or a list."""
-        depth = 0
-        in_string = is_escaped = False
-        while True:
-            length = len(self._unread)
-            for place, character in enumerate(self._unread):
-                if in_string:
-                    in_string = is_escaped or character != '"'
-                    is_escaped = character == "\\" and not is_escaped
-                    continue
-                in_string = character == '"'
-                depth += (character in "{[") - (character in "}]")
-                if not depth:
-                    length = place + 1
-                    break
-            text = self._advance(length)
-            if is_arguments:
-                self._pass_on(text)
-            if not depth:
-                return
-            yield from self._wait_in_call()
+    def _take(self, arguments: str) -> None:
+        if arguments:
+            self._arguments.append(arguments)
+        if self._name is not None and self._arguments:
+            self._is_known = True
+            if self._is_stream:
+                self._pass_on()
 
-    def _pass_on(self, arguments: str) -> None:
-        """Adds arguments to the call's deltas, once its name is known."""
+    def _pass_on(self) -> None:
+        """Adds the arguments so far to the deltas of the call."""
+        arguments, self._arguments = "".join(self._arguments), []
+        self._begin = self._place
         calls = self._parsed.calls
-        if self._name is None:
-            self._early_arguments = (self._early_arguments or "") + arguments
-        elif not self._is_announced:
-            self._is_announced = True
+        if not self._is_passed_on:
+            self._is_passed_on = True
+            self._spaces, self._is_after_call = "", True
             self.num_calls += 1
             if self.num_calls <= self._max_calls:
                 call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -193,95 +264,152 @@ class ToolParser(ABC):
         elif arguments and self.num_calls <= self._max_calls:
             calls.append(ToolCallDelta(self.num_calls - 1, arguments))
 
-    # ---- tokens
+    # ---- JSON
 
-    def _advance(self, length: int) -> str:
-        text, self._unread = self._unread[:length], self._unread[length:]
-        self._raw += text
-        return text
+    def _read_value(self, take: Take) -> Reading[None]:
+        """Reads a value. Parts are taken up to the start of a number, word or string, and then to its end."""
+        closers: list[str] = []
+        part = ""
+        while True:
+            spaces, token = yield from self._read_token()
+            if closers and token == closers[-1]:
+                take(part.removesuffix(",") + spaces + token)
+                closers.pop()
+            else:
+                part += spaces + token
+                if closers and closers[-1] == "}":
+                    part, token = yield from self._read_key(part, token)
+                if token in "{[":
+                    closers.append("}" if token == "{" else "]")
+                    continue
+                if token in "}]:,":
+                    raise _NotACallError
+                take(part)
+                if token == '"':
+                    yield from self._read_string(take)
+            while closers:
+                spaces, token = yield from self._read_token()
+                if token == ",":
+                    part = spaces + token
+                    break
+                if token != closers.pop():
+                    raise _NotACallError
+                take(spaces + token)
+            else:
+                return
 
-    def _wait_in_call(self) -> Reading[None]:
-        if not (yield from self._wait()):
-            self._advance(len(self._unread))
+    def _read_key(self, part: str, token: str) -> Reading[tuple[str, str]]:
+        """Reads from the quote of a key to the start of its value. Returns `part` with it, and the last token."""
+        if token != '"':
             raise _NotACallError
+        parts = [part]
+        yield from self._read_string(parts.append)
+        for is_colon in (True, False):
+            spaces, token = yield from self._read_token()
+            if (token == ":") != is_colon:
+                raise _NotACallError
+            parts.append(spaces + token)
+        return "".join(parts), token
+
+    def _read_text(self) -> Reading[str]:
+        """Reads a string after its first quote. Returns its value."""
+        parts = ['"']
+        yield from self._read_string(parts.append)
+        return str(_from_json("".join(parts)))
+
+    def _read_string(self, take: Take) -> Reading[None]:
+        """Reads a string after its first quote."""
+        while True:
+            if found := _CHARACTERS.match(self._text, self._place):
+                self._place = found.end()
+                take(found[0])
+            rest = self._text[self._place : self._place + 6]
+            if rest.startswith('"'):
+                self._place += 1
+                take('"')
+                return
+            if not _UNFINISHED_ESCAPE.fullmatch(rest):
+                raise _NotACallError
+            yield from self._wait_in_call()
+
+    def _read_token(self) -> Reading[tuple[str, str]]:
+        """Returns the white space before a token, and the token."""
+        while (found := _TOKEN.match(self._text, self._place)) is None:
+            if not _UNFINISHED_TOKEN.fullmatch(self._text, self._place):
+                raise _NotACallError
+            yield from self._wait_in_call()
+        self._place = found.end()
+        return found[1], found[2]
+
+    def _expect(self, characters: str) -> Reading[str]:
+        character = yield from self._peek()
+        if character not in characters:
+            raise _NotACallError
+        self._place += 1
+        return character
 
     def _peek(self) -> Reading[str]:
         """Skips white space. Returns the next character, which stays unread."""
         while True:
-            self._advance(len(self._unread) - len(self._unread.lstrip()))
-            if self._unread:
-                return self._unread[0]
+            while self._place < len(self._text):
+                if (character := self._text[self._place]) not in _SPACES:
+                    return character
+                self._place += 1
             yield from self._wait_in_call()
 
-    def _expect(self, characters: str) -> Reading[str]:
-        yield from self._peek()
-        character = self._advance(1)
-        if character not in characters:
-            raise _NotACallError
-        return character
-
-    def _read_string(self) -> Reading[str]:
-        """Returns a string without its quotes."""
-        yield from self._expect('"')
-        return (yield from self._match(_STRING_REST))[:-1]
-
-    def _match(self, pattern: re.Pattern[str]) -> Reading[str]:
-        while (found := pattern.match(self._unread)) is None:
-            yield from self._wait_in_call()
-        return self._advance(found.end())
+    def _wait_in_call(self) -> Reading[None]:
+        if not (yield from self._wait()):
+            raise _CutOffError
 
 
 class HermesParser(ToolParser):
-    """Calls between `<tool_call>` and `</tool_call>`; other text is content, without white space around the tags."""
-
-    _spaces = ""
-    """White space at the end of the content, which is dropped next to a call."""
+    """Calls between `<tool_call>` and `</tool_call>`; other text is content, without white space around calls."""
 
     def _parse(self) -> Reading[None]:
         has_more = True
         while has_more:
-            before, tag, after = self._unread.partition(OPEN_TAG)
+            before, tag, _ = self._text[self._place :].partition(OPEN_TAG)
             if tag:
                 self._add_content(before)
-                self._spaces = ""
-                self._unread = after
-                text = yield from self._read_call()
-                if text is None:
+                self._advance(len(before + tag))
+                if (yield from self._read_call()):
                     yield from self._skip_close_tag()
-                elif not self._is_announced:
-                    self._add_content(OPEN_TAG + text)
+                elif not self._is_passed_on:
+                    self._add_content(OPEN_TAG)
             else:
                 end = len(before) - _partial_suffix(before, OPEN_TAG)
-                self._add_content(before[:end])
-                self._unread = before[end:]
+                self._add_content(self._advance(end))
                 has_more = yield from self._wait()
-        self._add_content(self._unread)
-        if self.num_calls == 0:
+        self._add_content(self._advance(len(self._text) - self._place))
+        if not self._is_after_call:
             self._show(self._spaces)
 
     def _skip_close_tag(self) -> Reading[None]:
-        while CLOSE_TAG.startswith(stripped := self._unread.lstrip()) and stripped != CLOSE_TAG:
+        while CLOSE_TAG.startswith(stripped := self._text[self._place :].lstrip()) and stripped != CLOSE_TAG:
             if not (yield from self._wait()):
-                self._unread = ""
+                self._advance(len(self._text) - self._place)
                 return
         if stripped.startswith(CLOSE_TAG):
-            self._unread = stripped[len(CLOSE_TAG) :]
+            self._advance(len(self._text) - self._place - len(stripped) + len(CLOSE_TAG))
 
     def _add_content(self, text: str) -> None:
         body = text.rstrip()
         if body:
             self._show(self._spaces + body)
-            self._spaces = ""
+            self._spaces, self._is_after_call = "", False
         self._spaces += text[len(body) :]
 
 
 class JsonParser(ToolParser):
     """Calls from the first character on, one after another; text that does not start with one is all content."""
 
+    arguments_key = "parameters"
+
     def _parse(self) -> Reading[None]:
         skipped = ""
         while True:
-            rest = self._unread.lstrip(" \n\r\t;,[]")
+            unread = self._text[self._place :]
+            rest = unread.lstrip(" \n\r\t;,[]")
             start = rest.removeprefix(PYTHON_TAG).lstrip()
             if not start or PYTHON_TAG.startswith(rest):
                 if (yield from self._wait()):
@@ -289,22 +417,18 @@ class JsonParser(ToolParser):
                 if self.num_calls:
                     return
                 break
-            skipped += self._unread[: len(self._unread) - len(start)]
-            self._unread = start
+            skipped += self._advance(len(unread) - len(start))
             if start[0] != "{":
                 if self.num_calls:
                     skipped = ""
                 break
-            text = yield from self._read_call()
-            if text is not None:
-                self._unread = text + self._unread
+            if not (yield from self._read_call()):
+                if self._is_passed_on:
+                    skipped = ""
                 break
             skipped = ""
         self._show(skipped)
-        has_more = True
-        while has_more:
-            self._show(self._advance(len(self._unread)))
-            has_more = yield from self._wait()
+        yield from self._show_rest()
 
 
 class ArgumentsParser(ToolParser):
@@ -315,11 +439,26 @@ class ArgumentsParser(ToolParser):
         self._start_call(name)
 
     def _parse(self) -> Reading[None]:
+        if not self._is_stream:
+            try:
+                json.loads(self._text)
+            except (ValueError, RecursionError):
+                yield from self._show_rest()
+                return
         has_more = True
         while has_more:
-            if text := self._advance(len(self._unread)):
-                self._pass_on(text)
+            if text := self._advance(len(self._text) - self._place):
+                self._arguments.append(text)
+                self._pass_on()
             has_more = yield from self._wait()
+
+
+def _from_json(text: str) -> Any:
+    """Returns the value of a JSON text. Raises _NotACallError."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        raise _NotACallError from None
 
 
 def _partial_suffix(text: str, tag: str) -> int:

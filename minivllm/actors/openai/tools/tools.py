@@ -86,9 +86,11 @@ class ToolUse:
             return None
         if isinstance(self._choice, NamedToolChoice):
             return ArgumentsParser(self._choice.function.name)
+        names = {tool.function.name for tool in self._tools}
+        kind = JsonParser if self._format == "llama" else HermesParser
         if self._choice == "required":
-            return JsonParser()
-        return (JsonParser if self._format == "llama" else HermesParser)(max_calls=1 if self._one_call else None)
+            return JsonParser(names=names, arguments_key=kind.arguments_key)
+        return kind(max_calls=1 if self._one_call else None, names=names)
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
