@@ -18,6 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
+from minivllm.core.json_schema import normalized
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
@@ -197,7 +198,7 @@ def _grammar(structured_output: StructuredOutput) -> str:
                 raise ValueError("a JSON schema must be an object")
             for pattern in _patterns(schema):
                 _check_regex(pattern)
-            return _json_grammar(schema)
+            return _json_grammar(normalized(schema))
         case "regex":
             _check_regex(value)
             # \d matches ASCII digits only, as in JavaScript.

@@ -17,6 +17,7 @@ from minivllm.actors.openai.tools.parsers import (
     ToolParser,
 )
 from minivllm.core.errors import InvalidRequestError
+from minivllm.core.json_schema import closed, embedded
 from minivllm.core.sampling_params import StructuredOutput
 
 CallFormat = Literal["hermes", "llama"]
@@ -74,11 +75,21 @@ class ToolUse:
                 raise InvalidRequestError(message, param="tool_choice.function.name")
             schema = _parameters(named)
         else:
-            key = "parameters" if self._format == "llama" else "arguments"
-            schema = {"anyOf": [_call_schema(tool, key) for tool in self._tools]}
-            if self._forced_list:
-                schema = {"type": "array", "items": schema, "minItems": 1}
+            schema = self._any_call()
         return StructuredOutput(kind="json_schema", value=json.dumps(schema))
+
+    def _any_call(self) -> dict[str, Any]:
+        """Returns the schema of a call of any tool, or of a list of calls."""
+        key = "parameters" if self._format == "llama" else "arguments"
+        calls, parameters = [], {}
+        for number, tool in enumerate(self._tools):
+            place = f"#/$defs/{number}"
+            parameters[f"{number}"] = _embedded_parameters(tool, place)
+            calls.append(_call_schema(tool, key, place))
+        schema: dict[str, Any] = {"anyOf": calls}
+        if self._forced_list:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        return {**schema, "$defs": parameters}
 
     def parser(self) -> ToolParser | None:
         """Returns a new parser for the text of one choice, None when all of it is content."""
@@ -92,26 +103,25 @@ class ToolUse:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object", "properties": {}}
-    # Closed parts of an allOf contradict each other.
-    return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
+    """Returns the schema of a tool's arguments. It is closed: a small model that may invent arguments does so until its
+    tokens are used up."""
+    try:
+        return closed(tool.function.parameters or {"type": "object", "properties": {}})
+    except RecursionError as error:
+        raise wrong_field("tools", f"the parameters of {tool.function.name} are nested too deeply") from error
 
 
-def _closed(schema: Any) -> Any:
-    """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
-    arguments does so until its tokens are used up."""
-    if not isinstance(schema, dict):
-        return [_closed(item) for item in schema] if isinstance(schema, list) else schema
-    kept = ("enum", "const", "default", "examples")
-    parts = {key: value if key in kept else _closed(value) for key, value in schema.items()}
-    is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
-    return {"additionalProperties": False, **parts} if is_listed and "patternProperties" not in parts else parts
+def _embedded_parameters(tool: Tool, place: str) -> dict[str, Any]:
+    try:
+        return embedded(_parameters(tool), place)
+    except ValueError as error:
+        raise wrong_field("tools", f"the parameters of {tool.function.name} cannot be used: {error}") from error
 
 
-def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
+def _call_schema(tool: Tool, arguments_key: str, place: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, arguments_key: _parameters(tool)},
+        "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": place}},
         "required": ["name", arguments_key],
         "additionalProperties": False,
     }
