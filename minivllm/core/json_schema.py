@@ -12,6 +12,12 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
+JSON_WHITESPACE = r" |\n {0,16}"
+"""Whitespace allowed between the parts of a JSON answer. JSON allows any amount, which weak models never end."""
+
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
+"""Options of llguidance, which it reads from `x-guidance` in a schema too."""
+
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from minivllm.actors.openai.protocol.errors import wrong_field
@@ -17,7 +18,7 @@ from minivllm.actors.openai.tools.parsers import (
     ToolParser,
 )
 from minivllm.core.errors import InvalidRequestError
-from minivllm.core.json_schema import closed, embedded
+from minivllm.core.json_schema import JSON_OPTIONS, closed, embedded
 from minivllm.core.sampling_params import StructuredOutput
 
 CallFormat = Literal["hermes", "llama"]
@@ -91,6 +92,29 @@ class ToolUse:
             schema = {"type": "array", "items": schema, "minItems": 1}
         return {**schema, "$defs": parameters}
 
+    def or_calls(self, answer: StructuredOutput, has_token: Callable[[str], bool]) -> StructuredOutput:
+        """Returns the grammar of a text answer, widened by calls where the model may make some instead.
+
+        A Lark grammar of the client's stays as it is: it may contain calls itself. `has_token` tells whether the
+        tokenizer has a token for a tag.
+        """
+        if not self._tools or answer.kind == "grammar":
+            return answer
+
+        def tag(text: str) -> str:
+            # llguidance knows a token for a tag by its name only, not by its characters.
+            return f'({text} | "{text}")' if has_token(text) else f'"{text}"'
+
+        is_llama = self._format == "llama"
+        if is_llama:
+            calls = f"{tag(PYTHON_TAG)}? call" + ("" if self._one_call else " (/ ?[;,]?[ \\n]?/ call)*")
+        else:
+            spaces = r"/[ \n]{0,2}/"
+            calls = f"({spaces} {tag(OPEN_TAG)} {spaces} call {spaces} {tag(CLOSE_TAG)} {spaces})"
+            calls += "" if self._one_call else "+"
+        schema = _free_call([tool.function.name for tool in self._tools], "parameters" if is_llama else "arguments")
+        return answer.model_copy(update={"calls": f"calls: {calls}\ncall: %json {json.dumps(schema)}\n"})
+
     def parser(self) -> ToolParser | None:
         """Returns a new parser for the text of one choice, None when all of it is content."""
         if not self._tools:
@@ -125,6 +149,14 @@ def _call_schema(tool: Tool, arguments_key: str, place: str) -> dict[str, Any]:
         "required": ["name", arguments_key],
         "additionalProperties": False,
     }
+
+
+def _free_call(names: list[str], arguments_key: str) -> dict[str, Any]:
+    """Returns the schema of a call of one of these functions with any arguments."""
+    fields = {"name": {"enum": names}, arguments_key: {"type": "object"}}
+    orders = [fields, dict(reversed(fields.items()))]
+    closed_object = {"type": "object", "required": list(fields), "additionalProperties": False}
+    return {"anyOf": [{**closed_object, "properties": order} for order in orders], "x-guidance": JSON_OPTIONS}
 
 
 # ---- templates without tools
