@@ -18,6 +18,12 @@ JSON_WHITESPACE = r" |\n {0,16}"
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
 """Options of llguidance, which it reads from `x-guidance` in a schema too."""
 
+MAX_COMPARED = 200
+"""Subschemas of a `oneOf` that are compared with each other."""
+
+MAX_REFERENCES = 8
+"""References from one to the next that are followed to a subschema of a `oneOf`."""
+
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
@@ -111,7 +117,12 @@ def normalized(schema: Schema) -> Schema:
 
     Raises ValueError for what llguidance would round.
     """
-    result: Schema = _Document(schema).rebuilt(_normalized)
+    document = _Document(schema)
+
+    def normalize(part: Schema, _: int) -> Schema:
+        return _with_plain_one_of(_normalized(part), document)
+
+    result: Schema = document.rebuilt(normalize)
     return result
 
 
@@ -233,7 +244,7 @@ def _is_any(schema: object) -> bool:
 # ---- normalized
 
 
-def _normalized(schema: Schema, _: int) -> Schema:
+def _normalized(schema: Schema) -> Schema:
     # A null `type` may be meant as the type "null": llguidance refuses it.
     given = {key: value for key, value in schema.items() if value is not None or key in ("const", "default", "type")}
     result: Schema = {}
@@ -254,6 +265,66 @@ def _normalized(schema: Schema, _: int) -> Schema:
             if strict in result and plain not in result:
                 result[plain] = result.pop(strict)
     return result
+
+
+def _with_plain_one_of(schema: Schema, document: _Document) -> Schema:
+    """Returns an equal schema with an `anyOf` for a `oneOf` whose subschemas exclude each other."""
+    options = schema.get("oneOf")
+    if not isinstance(options, list) or "anyOf" in schema:
+        return schema
+    if not _exclude_each_other(options, document):
+        names = [_only_required(option) for option in options]
+        if None in names or len(set(names)) < len(names) or schema.get("type") != "object":
+            return schema
+        options = [
+            {"required": [name], "properties": {other: False for other in names if other != name}} for name in names
+        ]
+    return {("anyOf" if key == "oneOf" else key): options if key == "oneOf" else schema[key] for key in schema}
+
+
+def _only_required(option: object) -> str | None:
+    """Returns the one property whose presence is all that a schema asks for, None if it asks for something else."""
+    match option:
+        case {"required": [str(name)], **others} if not others:
+            return name
+    return None
+
+
+def _exclude_each_other(options: list[Any], document: _Document) -> bool:
+    """Returns whether the types, or texts of a property that all require, tell the schemas apart."""
+    if len(options) > MAX_COMPARED:
+        return False
+    facts = [_Facts(option, document) for option in options]
+    return all(one.excludes(other) for place, one in enumerate(facts) for other in facts[:place])
+
+
+class _Facts:
+    """What is surely true of the values of a schema: their types, and texts that required properties can have."""
+
+    def __init__(self, schema: Any, document: _Document) -> None:
+        for _ in range(MAX_REFERENCES):
+            if isinstance(schema, dict) and "$ref" in schema and "type" not in schema:
+                schema = document.target(schema["$ref"])
+        given = schema if isinstance(schema, dict) else {}
+        types = given.get("type")
+        listed = types if isinstance(types, list) else [types]
+        is_known = all(isinstance(name, str) for name in listed)
+        self._types = {"number" if name == "integer" else name for name in listed} if is_known else None
+        self._texts: dict[str, set[str]] = {}
+        required = given.get("required")
+        properties = given.get("properties")
+        for name, part in properties.items() if isinstance(properties, dict) else ():
+            if isinstance(part, dict) and isinstance(required, list) and name in required:
+                values = [part["const"]] if "const" in part else part.get("enum")
+                if isinstance(values, list) and all(isinstance(value, str) for value in values):
+                    self._texts[name] = set(values)
+
+    def excludes(self, other: _Facts) -> bool:
+        if self._types is None or other._types is None:
+            return False
+        common = self._types & other._types
+        is_told_apart = any(not self._texts[name] & other._texts[name] for name in self._texts.keys() & other._texts)
+        return not common or (common == {"object"} and is_told_apart)
 
 
 def _inward(limit: Any, *, upward: bool) -> Any:
@@ -287,7 +358,7 @@ def _closable(document: _Document) -> set[int]:
             continue
         marks[id(schema)] = may_close
         given = {key for key, value in schema.items() if value is not None}
-        parts_may = may_close and "patternProperties" not in given and _is_open_union(schema, given)
+        parts_may = may_close and "patternProperties" not in given and _is_open_union(schema, given, document)
         waiting += [
             (part, parts_may) for path, part in _parts(schema) if not path.startswith(("$defs/", "definitions/"))
         ]
@@ -295,15 +366,21 @@ def _closable(document: _Document) -> set[int]:
     return {identity for identity, may_close in marks.items() if may_close}
 
 
-def _is_open_union(schema: Schema, given: set[str]) -> bool:
+def _is_open_union(schema: Schema, given: set[str], document: _Document) -> bool:
     """Returns whether no two subschemas apply to one value, and a stricter one only takes values away.
 
-    In a `oneOf` a stricter subschema adds values: those that two subschemas allow.
+    In a `oneOf` a stricter subschema may add values: those that two subschemas allow.
     """
     applied = _IN_PLACE & given
     if not applied:
         return True
-    is_one = applied in ({"anyOf"}, {"$ref"}) or (applied == {"allOf"} and len(schema["allOf"]) == 1)
+    one_of, all_of = schema.get("oneOf"), schema.get("allOf")
+    if applied == {"oneOf"}:
+        is_one = isinstance(one_of, list) and _exclude_each_other(one_of, document)
+    else:
+        is_one = applied in ({"anyOf"}, {"$ref"}) or (
+            isinstance(all_of, list) and applied == {"allOf"} and len(all_of) == 1
+        )
     return is_one and not _ABOUT_PARTS & given
 
 
@@ -318,7 +395,7 @@ def _lists_all(schema: Schema) -> bool:
     return (
         not others & given.keys()
         and isinstance(required, list)
-        and all(name in listed for name in required)
+        and all(isinstance(name, str) and name in listed for name in required)
         and isinstance(least, int | float)
         and least <= len(listed)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -87,6 +88,12 @@ TREE = an_object({"v": NUMBER, "kids": {"type": "array", "items": {"$ref": "#"}}
 LINK = an_object({"n": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}})
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
+PETS = {
+    "Pet": {"discriminator": {"propertyName": "k"}, "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]},
+    "Cat": an_object({"k": {"const": "cat"}, "m": NUMBER}, required=["k", "m"]),
+    "Dog": an_object({"k": {"enum": ["dog"]}, "friend": {"$ref": "#/$defs/Pet"}}, required=["k"]),
+}
+
 # schema, values that it must accept, values that it must reject
 TABLE: list[tuple[Any, list[Any], list[Any]]] = [
     # references
@@ -141,6 +148,21 @@ TABLE: list[tuple[Any, list[Any], list[Any]]] = [
         [{"s": {}}, {"s": {"a": 1}}],
     ),
     ({"oneOf": [an_object({"k": {"const": k}}, required=["k"]) for k in "xy"]}, [{"k": "x"}], [{"k": "z"}, {}]),
+    (
+        an_object({"a": TEXT, "b": NUMBER}, oneOf=[{"required": ["b"]}, {"required": ["a"]}]),
+        [{"a": "x"}, {"b": 1}],
+        [{}, {"a": "x", "b": 1}, {"a": 1}],
+    ),
+    (
+        an_object({"pet": {"$ref": "#/$defs/Pet"}}, **{"$defs": PETS}),
+        [{"pet": {"k": "cat", "m": 1}}, {"pet": {"k": "dog", "friend": {"k": "dog"}}}],
+        [{"pet": {"k": "cat"}}, {"pet": {"k": "cow"}}, {"pet": {"k": "dog", "friend": {"k": "cat"}}}],
+    ),
+    (
+        an_object({"a": {"oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}}, **{"$defs": {"A": TEXT}}),
+        [{"a": None}, {"a": "x"}],
+        [{"a": 1}],
+    ),
     (an_object(patternProperties={"^b": NUMBER}), [{"a": "x", "b1": 1}], [{"b1": "x"}]),
     (an_object({"m": {"type": "object", "additionalProperties": NUMBER}}), [{"m": {"x": 1}}], [{"m": {"x": "y"}}]),
     # annotations and what asks for nothing
@@ -198,7 +220,9 @@ def test_schema_means_the_same_as_an_answer_and_as_arguments_of_a_tool(
         ({"if": {"type": "string"}, "then": {"maxLength": 1}}, "if"),
         ({"propertyNames": {"pattern": "^a"}}, "propertyNames"),
         ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        ({"oneOf": [{"required": ["b"]}, {"required": ["a"]}]}, "oneOf"),
+        ({"oneOf": [{"required": ["b"]}, {"maxProperties": 1}]}, "oneOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [an_object({"a": NUMBER}), an_object({"b": NUMBER})]}, "oneOf"),
         ({"$dynamicRef": "#x"}, "dynamicRef"),
         ({"type": None}, "type"),
         ({"maxLength": 1.5}, "maxLength"),
@@ -219,6 +243,21 @@ def test_unsupported_keyword_is_refused_by_name(
     ):
         with pytest.raises(InvalidRequestError, match=name):
             Acceptor(compiler, tokenizer, grammar)
+
+
+KEYWORDS = "$anchor $defs $id $ref additionalProperties allOf anyOf const enum items oneOf properties required type"
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS.split())
+def test_malformed_schema_is_refused_or_compiled(compiler: GrammarCompiler, tokenizer: Tokenizer, keyword: str) -> None:
+    for value in (5, "x", [1], [{}], {"a": 5}, None, True):
+        part = {"type": "object", "properties": {"a": TEXT}, keyword: value}
+        for schema in (part, an_object({"p": part}), {"oneOf": [part, {"type": "null"}]}):
+            with contextlib.suppress(InvalidRequestError):
+                forms(compiler, tokenizer, schema)
+            with contextlib.suppress(InvalidRequestError):
+                answer = tool_use("auto", schema).or_calls(json_schema(schema), lambda _: False)
+                Acceptor(compiler, tokenizer, answer)
 
 
 def test_nested_id_is_refused_for_tools() -> None:

@@ -85,7 +85,7 @@ class ToolUse:
         calls, parameters = [], {}
         for number, tool in enumerate(self._tools):
             place = f"#/$defs/{number}"
-            parameters[f"{number}"] = _embedded_parameters(tool, place)
+            parameters[f"{number}"] = _parameters(tool, place)
             calls.append(_call_schema(tool, key, place))
         schema: dict[str, Any] = {"anyOf": calls}
         if self._forced_list:
@@ -126,20 +126,17 @@ class ToolUse:
         return (JsonParser if self._format == "llama" else HermesParser)(max_calls=1 if self._one_call else None)
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments. It is closed: a small model that may invent arguments does so until its
-    tokens are used up."""
-    try:
-        return closed(tool.function.parameters or {"type": "object", "properties": {}})
-    except RecursionError as error:
-        raise wrong_field("tools", f"the parameters of {tool.function.name} are nested too deeply") from error
+def _parameters(tool: Tool, place: str | None = None) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, perhaps to stand at `place` in another schema.
 
-
-def _embedded_parameters(tool: Tool, place: str) -> dict[str, Any]:
+    It is closed: a small model that may invent arguments does so until its tokens are used up.
+    """
     try:
-        return embedded(_parameters(tool), place)
-    except ValueError as error:
-        raise wrong_field("tools", f"the parameters of {tool.function.name} cannot be used: {error}") from error
+        schema = closed(tool.function.parameters or {"type": "object", "properties": {}})
+        return schema if place is None else embedded(schema, place)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise wrong_field("tools", f"the parameters of {tool.function.name} cannot be used: {reason}") from error
 
 
 def _call_schema(tool: Tool, arguments_key: str, place: str) -> dict[str, Any]:
