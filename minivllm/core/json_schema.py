@@ -18,6 +18,9 @@ JSON_WHITESPACE = r" |\n {0,16}"
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
 """Options of llguidance, which it reads from `x-guidance` in a schema too."""
 
+MAX_LENGTH = 2**31 - 1
+"""Largest `maxLength` that llguidance takes; no answer is so long."""
+
 MAX_COMPARED = 200
 """Subschemas of a `oneOf` that are compared with each other."""
 
@@ -248,12 +251,17 @@ def _normalized(schema: Schema) -> Schema:
     # A null `type` may be meant as the type "null": llguidance refuses it.
     given = {key: value for key, value in schema.items() if value is not None or key in ("const", "default", "type")}
     result: Schema = {}
-    for key, value in given.items():
+    for key, item in given.items():
+        value = item
         if key in _NOTHING and _NOTHING[key](value, given):
             continue
         if key == "format" and isinstance(value, str) and value not in FORMATS:
             continue
-        result[key] = int(value) if key in _COUNTS and isinstance(value, float) and value.is_integer() else value
+        if key in _COUNTS and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if key == "maxLength" and isinstance(value, int) and value > MAX_LENGTH:
+            value = MAX_LENGTH
+        result[key] = value
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         if key in result:
             result[key] = _inward(result[key], upward=key in ("minimum", "exclusiveMinimum"))

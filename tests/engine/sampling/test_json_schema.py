@@ -190,6 +190,7 @@ TABLE: list[tuple[Any, list[Any], list[Any]]] = [
     (an_object({"a": {"type": "array", "items": NUMBER, "minItems": 1.0, "maxItems": 2.0}}), [{"a": [1]}], [{"a": []}]),
     (an_object({"a": {**TEXT, "minLength": 2.0, "maxLength": 4.0}}), [{"a": "abcd"}], [{"a": "x"}, {"a": "abcde"}]),
     (an_object({"a": {**NUMBER, "minimum": 1.0, "maximum": 3.0}}), [{"a": 3}], [{"a": 0}, {"a": 4}]),
+    (an_object({"a": {**TEXT, "maxLength": 2**53}}), [{"a": "abcd"}], [{"a": 1}]),
     (an_object({"a": {**NUMBER, "multipleOf": 2.0}}), [{"a": 4}], [{"a": 3}]),
     (an_object({"a": {**NUMBER, "const": 4.0}}), [{"a": 4}], [{"a": 5}]),
     (an_object({"a": {**NUMBER, "enum": [1.0, 2]}}), [{"a": 1}, {"a": 2}], [{"a": 3}]),
