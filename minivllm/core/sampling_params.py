@@ -18,12 +18,16 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class StructuredOutput(BaseModel):
     """A grammar that the output must follow. `value` is the JSON schema, the regular expression, the JSON list of
-    choices or the Lark grammar, as text; empty for `json_object`."""
+    choices or the Lark grammar, as text; empty for `json_object`.
+
+    `calls` are Lark rules, the first one named `calls`, of what the output may be instead.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     value: str = ""
+    calls: str = ""
 
 
 class SamplingParams(BaseModel):

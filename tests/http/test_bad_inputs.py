@@ -34,7 +34,14 @@ def messages(*given: Any) -> tuple[str, dict[str, Any]]:
     return chat(messages=list(given))
 
 
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 NAN, INFINITY = float("nan"), float("inf")
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+NAMED_SCHEMA = {"name": "x", "schema": ONE}
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 # (request, status, the field that the error names)
 BAD: list[tuple[tuple[str, Any], int, str | None]] = [
@@ -218,6 +225,13 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
         400,
         "response_format",
     ),
+    (chat(response_format={"type": "text", "json_schema": NAMED_SCHEMA}), 400, "response_format"),
+    (chat(response_format={"type": "text", "schema": {}}), 400, "response_format"),
+    (chat(response_format={"type": "json_object", "json_schema": NAMED_SCHEMA}), 400, "response_format"),
+    (chat(response_format={"type": "json_object", "schema": {"type": "array"}}), 400, "response_format"),
+    (chat(response_format={"type": "json_object", "schema": {"not": {}}}), 400, "response_format"),
+    (chat(response_format={"type": "json_schema", "json_schema": NAMED_SCHEMA, "schema": {}}), 400, "response_format"),
+    (chat(tools=[TOOL], response_format=json_schema({"uniqueItems": True})), 400, "response_format"),
     (completion(guided_regex="("), 400, "guided_regex"),
     (completion(guided_json="{not json"), 400, "guided_json"),
     (completion(guided_choice=[]), 400, "guided_choice"),
@@ -358,3 +372,116 @@ def test_unknown_fields_and_neutral_unsupported_values_are_accepted(client: http
     assert post(client, *completion(**extra)).status_code == 200
     extra = {"made_up": 1, "metadata": {"a": "b"}, "store": False, "modalities": ["text"], "functions": []}
     assert post(client, *chat(**extra)).status_code == 200
+
+
+INTEGERS = [
+    *[(completion, name) for name in ("max_tokens", "min_tokens", "n", "best_of", "seed", "top_k", "logprobs")],
+    *[(chat, name) for name in ("max_completion_tokens", "priority", "seed", "max_tokens")],
+]
+
+
+@pytest.mark.parametrize(("request_", "name"), INTEGERS, ids=lambda value: getattr(value, "__name__", value))
+def test_whole_float_is_an_integer_and_a_fraction_is_rejected_by_field(
+    client: httpx.Client, request_: Any, name: str
+) -> None:
+    fixed = {"temperature": 0, "max_tokens": 2} | ({"n": 1} if name == "best_of" else {})
+    answers = [post(client, *request_(**{**fixed, name: value})) for value in (1, 1.0)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+    assert answers[0].json()["usage"] == answers[1].json()["usage"]
+    refused = post(client, *request_(**{**fixed, name: 4.5}))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def same_text_as(client: httpx.Client, plain: tuple[str, Any], request_: tuple[str, Any]) -> None:
+    answers = [post(client, path, {**body, "temperature": 0}) for path, body in (plain, request_)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    choices, others = [answer.json()["choices"] for answer in answers]
+    assert choices == others
+
+
+PLAIN_PROMPT, PLAIN_CHAT = completion(prompt=[5, 6], max_tokens=3), chat(max_tokens=3)
+
+# (the same without what asks for nothing, request)
+SAME: list[tuple[tuple[str, Any], tuple[str, Any]]] = [
+    *[
+        (PLAIN_PROMPT, completion(**{"prompt": [5, 6], "max_tokens": 3, **fields}))
+        for fields in (
+            {"prompt": [5.0, 6.0]},
+            {"prompt": [[5.0, 6]]},
+            {"stop": []},
+            {"stop": None, "stop_token_ids": []},
+            {"logit_bias": {}},
+            {"stream_options": None, "response_format": None, "suffix": None, "metadata": None},
+            {"logits_processors": [], "bad_words": [], "kv_transfer_params": {}},
+            {"response_format": {"type": "text", "json_schema": None, "schema": None}},
+        )
+    ],
+    (completion(stop_token_ids=[7]), completion(stop_token_ids=[7.0])),
+    (completion(logit_bias={"9": 100}), completion(logit_bias={"9": 100.0})),
+    (chat(logprobs=True, top_logprobs=2), chat(logprobs=True, top_logprobs=2.0)),
+    *[
+        (PLAIN_CHAT, chat(max_tokens=3, **fields))
+        for fields in (
+            {"tools": [], "tool_choice": None},
+            {"tools": None, "tool_choice": "none", "parallel_tool_calls": None},
+            {"functions": [], "function_call": None},
+            {"functions": None, "modalities": None, "documents": None, "chat_template_kwargs": {}},
+            {"modalities": [], "mm_processor_kwargs": {}},
+            {"metadata": None, "stream_options": None, "audio": None, "prediction": None},
+            {"messages": [{**USER, "name": None, "tool_calls": [], "tool_call_id": None}]},
+            {"messages": [{**USER, "tool_calls": None, "refusal": None}]},
+        )
+    ],
+    (
+        messages(USER, {"role": "assistant", "content": "Yes"}, USER),
+        messages(USER, {"role": "assistant", "content": "Yes", "tool_calls": []}, USER),
+    ),
+    (
+        messages(USER, {"role": "assistant", "tool_calls": [CALL]}, USER),
+        messages(
+            USER, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "type": None, "id": None}]}, USER
+        ),
+    ),
+    (
+        chat(tools=[TOOL]),
+        chat(tools=[{**TOOL, "function": {**TOOL["function"], "description": None, "strict": None}}]),
+    ),
+    (
+        chat(response_format=json_schema(ONE), max_tokens=20),
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": None, "description": None, "schema": ONE, "strict": None},
+                "schema": None,
+            },
+            max_tokens=20,
+        ),
+    ),
+    (
+        chat(response_format=json_schema(ONE), max_tokens=20),
+        chat(response_format={"type": "json_object", "schema": ONE, "json_schema": None}, max_tokens=20.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("plain", "request_"), SAME, ids=lambda value: json.dumps(value[1])[-60:])
+def test_what_asks_for_nothing_changes_nothing(
+    client: httpx.Client, plain: tuple[str, Any], request_: tuple[str, Any]
+) -> None:
+    same_text_as(client, plain, request_)
+
+
+def test_tokenizer_routes_take_whole_floats_and_nothings(client: httpx.Client) -> None:
+    for body in ({"tokens": [5, 6]}, {"tokens": [5.0, 6.0], "skip_special_tokens": None}):
+        assert post(client, "/detokenize", body).json() == post(client, "/detokenize", {"tokens": [5, 6]}).json()
+    plain = post(client, "/tokenize", {"prompt": "Hello"}).json()
+    assert post(client, "/tokenize", {"prompt": "Hello", "messages": [], "tools": None}).json() == plain
+    assert post(client, "/tokenize", {"prompt": None, "messages": []}).status_code == 400
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_schema_beside_json_object_is_followed(client: httpx.Client, seed: int) -> None:
+    fields = {"temperature": 1, "seed": seed, "max_tokens": 40}
+    answer = post(client, *chat(response_format={"type": "json_object", "schema": ONE}, **fields))
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"a": 1}

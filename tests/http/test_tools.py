@@ -239,6 +239,29 @@ def test_named_tool_choice_forces_that_function(client: httpx.Client, seed: int)
     jsonschema.validate(json.loads(arguments), CITY)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_response_format_beside_tools_constrains_the_text_answer(client: httpx.Client, seed: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    bias = {"107": 100}  # "{", with which the answer starts and a call does not
+    fields = {"response_format": format_, "logit_bias": bias, "temperature": 1, "seed": seed}
+    content, calls, reason = without_ids(ask(client, **fields))
+    assert (calls, reason) == ([], "stop")
+    jsonschema.validate(json.loads(content), schema)
+
+
+def test_recursive_arguments_keep_their_root(client: httpx.Client) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"v": {"enum": [1, 2]}, "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
+        "required": ["v", "kids"],
+    }
+    for seed in range(3):
+        fields = {"tools": [tool("tree", tree), tool("count", COUNT)], "temperature": 1, "seed": seed}
+        [(name, arguments)] = without_ids(ask(client, tool_choice="required", max_tokens=300, **fields))[1]
+        jsonschema.validate(json.loads(arguments), {"tree": tree, "count": COUNT}[name])
+
+
 def test_function_without_parameters_can_be_forced(client: httpx.Client) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
         found = ask(client, tools=[tool("now")], tool_choice=choice, temperature=1, seed=1)

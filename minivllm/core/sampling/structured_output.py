@@ -18,15 +18,13 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from minivllm.core.errors import InvalidRequestError, ModelLoadError, RequestFailedError
+from minivllm.core.json_schema import JSON_OPTIONS, normalized
 from minivllm.core.sampling_params import StructuredOutput
 from minivllm.core.sequence import Sequence
 from minivllm.core.text.tokenizer import Tokenizer
 
 TokenBitmask = npt.NDArray[np.int32]
 """One bit per token, lowest bit first, 1 where the token is allowed."""
-
-JSON_WHITESPACE = r" |\n {0,16}"
-"""Whitespace allowed between the parts of a JSON answer. JSON allows any amount, which weak models never end."""
 
 MAX_REGEX_LENGTH = 4096
 """Characters of a regular expression. The time to compile one can grow with the square of its length."""
@@ -186,26 +184,50 @@ def _grammar(structured_output: StructuredOutput) -> str:
     value = structured_output.value
     if len(value) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"it is longer than {MAX_GRAMMAR_LENGTH} characters")
-    match structured_output.kind:
-        case "json_object":
-            return _json_grammar({"type": "object"})
-        case "json_schema":
-            schema = json.loads(value)
-            if schema is True:
-                schema = {}
-            if not isinstance(schema, dict):
-                raise ValueError("a JSON schema must be an object")
-            for pattern in _patterns(schema):
-                _check_regex(pattern)
-            return _json_grammar(schema)
-        case "regex":
-            _check_regex(value)
-            # \d matches ASCII digits only, as in JavaScript.
-            return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, 'd')}/"))
-        case "choice":
-            return str(LLMatcher.grammar_from_lark(_choice_grammar(value)))
-        case "grammar":
-            return str(LLMatcher.grammar_from_lark(value))
+    if structured_output.kind == "grammar":
+        return str(LLMatcher.grammar_from_lark(value))
+    schema = _schema(structured_output)
+    if structured_output.calls:
+        return str(LLMatcher.grammar_from_lark(_or_calls(structured_output, schema)))
+    if schema is not None:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_OPTIONS))
+    return str(LLMatcher.grammar_from_lark(f"start: {_lark(structured_output)}"))
+
+
+def _schema(structured_output: StructuredOutput) -> dict[str, Any] | None:
+    """Returns the JSON schema as llguidance reads it, None if the grammar is of another kind."""
+    if structured_output.kind == "json_object":
+        return {"type": "object"}
+    if structured_output.kind != "json_schema":
+        return None
+    schema = json.loads(structured_output.value)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema must be an object")
+    for pattern in _patterns(schema):
+        _check_regex(pattern)
+    return normalized(schema)
+
+
+def _lark(structured_output: StructuredOutput) -> str:
+    """Returns the Lark expression of a regular expression or of choices."""
+    value = structured_output.value
+    if structured_output.kind == "choice":
+        return _choice_expression(value)
+    _check_regex(value)
+    # \d matches ASCII digits only, as in JavaScript.
+    return f"/{regex_to_lark(value, 'd')}/"
+
+
+def _or_calls(structured_output: StructuredOutput, schema: dict[str, Any] | None) -> str:
+    """Returns the Lark grammar of the answer or the calls."""
+    if schema is None:
+        answer = _lark(structured_output)
+    else:
+        options = {**JSON_OPTIONS, **schema.get("x-guidance", {})}
+        answer = f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"start: answer | calls\nanswer: {answer}\n{structured_output.calls}"
 
 
 def _check_regex(pattern: str) -> None:
@@ -227,16 +249,11 @@ def _patterns(schema: Any) -> Iterator[str]:
         yield from _patterns(part)
 
 
-def _json_grammar(schema: dict[str, Any]) -> str:
-    defaults = {"whitespace_flexible": True, "whitespace_pattern": JSON_WHITESPACE}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults))
-
-
-def _choice_grammar(value: str) -> str:
+def _choice_expression(value: str) -> str:
     choices = json.loads(value)
     if not isinstance(choices, list) or not choices or not all(isinstance(item, str) and item for item in choices):
         raise ValueError("choices must be a non-empty list of non-empty strings")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
+    return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices))
 
 
 def _refusal(structured_output: StructuredOutput, reason: str) -> InvalidRequestError:

@@ -100,6 +100,10 @@ class Tokenizer:
         """Returns True for tokens that `skip_special_tokens` leaves out."""
         return token_id in self._special
 
+    def has_added_token(self, text: str) -> bool:
+        """Returns whether `text` is one token beside the vocabulary, such as a tag."""
+        return text in self._added.values()
+
     def special_token_id(self, text: str) -> int | None:
         """Returns the id of the special token with this text, None where there is none."""
         return next((token_id for token_id in self._special if self._added[token_id] == text), None)

@@ -7,7 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from minivllm.actors.openai.protocol.errors import invalid_request, shorten, wrong_field
 from minivllm.core.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutput
@@ -17,8 +26,20 @@ DEFAULT_MAX_TOKENS = 16
 
 Body = TypeVar("Body", bound="RequestBody")
 
+
+def whole(value: Any) -> Any:
+    """Returns `4.0` as the integer that it is in JSON, in a list too; other values as they are."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [whole(item) if isinstance(item, float) else item for item in value]
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(whole)]
+
 # fail_fast: one error for a long list of invalid items.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True), BeforeValidator(whole)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -88,18 +109,35 @@ class JsonSchemaFormat(StrictModel):
 class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="of the object; only with type json_object"
+    )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("type json_schema needs the field json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(f"the field json_schema needs type json_schema, not {self.type}")
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError(f"the field schema needs type json_object, not {self.type}")
+        if isinstance(self.schema_, dict) and "object" not in _types(self.schema_):
+            raise ValueError("the schema of a json_object must allow objects")
         return self
 
     def structured(self) -> StructuredOutput | None:
-        if self.type == "json_object":
-            return StructuredOutput(kind="json_object")
-        given = self.json_schema if self.type == "json_schema" else None
-        return None if given is None else _grammar("json_schema", given.schema_)
+        if self.json_schema is not None:
+            return _grammar("json_schema", self.json_schema.schema_)
+        if self.type == "text":
+            return None
+        if isinstance(self.schema_, dict):
+            return _grammar("json_schema", {**self.schema_, "type": "object"})
+        return StructuredOutput(kind="json_object") if self.schema_ is not False else _grammar("json_schema", False)
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    types = schema.get("type", "object")
+    return types if isinstance(types, list) else [types]
 
 
 class StructuredOutputs(StrictModel):
@@ -147,10 +185,10 @@ class GenerationBody(RequestBody):
     """Fields of both completions and chat completions: OpenAI's API with vLLM's extensions."""
 
     model: str | None = Field(None, description="the served model; optional")
-    n: int | None = sampling_field("n", "samples per prompt")
+    n: Integer | None = sampling_field("n", "samples per prompt")
     temperature: float | None = sampling_field("temperature", "0 is greedy")
     top_p: float | None = sampling_field("top_p", "probability mass of the most likely tokens to sample from")
-    top_k: int | None = sampling_field("top_k", "number of most likely tokens to sample from; -1 and 0 disable it")
+    top_k: Integer | None = sampling_field("top_k", "number of most likely tokens to sample from; -1 and 0 disable it")
     min_p: float | None = sampling_field("min_p", "least probability, relative to the most likely token")
     presence_penalty: float | None = sampling_field("presence_penalty", "subtracted once from logits of output tokens")
     frequency_penalty: float | None = sampling_field("frequency_penalty", "subtracted per occurrence")
@@ -158,8 +196,8 @@ class GenerationBody(RequestBody):
     logit_bias: Annotated[dict[str, float] | None, documented_as(_LogitBias | None)] = Field(
         None, description="token id -> bias added to its logit"
     )
-    seed: int | None = sampling_field("seed", "makes sampling repeatable; choice k of n uses seed + k")
-    min_tokens: int | None = sampling_field("min_tokens", "output tokens before EOS or a stop token may end it")
+    seed: Integer | None = sampling_field("seed", "makes sampling repeatable; choice k of n uses seed + k")
+    min_tokens: Integer | None = sampling_field("min_tokens", "output tokens before EOS or a stop token may end it")
     stop: Annotated[str | Texts | None, documented_as(_Stop)] = Field(None, description="texts that end the output")
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -167,7 +205,7 @@ class GenerationBody(RequestBody):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="only together with stream")
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower goes first")
+    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31, description="lower goes first")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="prefixes are shared among requests with the same salt"
     )
@@ -185,7 +223,7 @@ class GenerationBody(RequestBody):
         "detokenize": (True,),
         "early_stopping": (False,),
         "guided_whitespace_pattern": (),
-        "kv_transfer_params": (),
+        "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logits_processors": ([],),
         "prompt_embeds": (),
@@ -258,11 +296,13 @@ class CompletionRequest(GenerationBody):
     prompt: Annotated[Any, documented_as(_Prompts)] = Field(
         description="a text, several texts, the token ids of one prompt, or of several"
     )
-    max_tokens: int | None = Field(None, ge=0, description="default 16; 0 only with echo, to score the prompt")
-    logprobs: int | None = sampling_field("logprobs", "log probabilities of each token and of this many most likely")
+    max_tokens: Integer | None = Field(None, ge=0, description="default 16; 0 only with echo, to score the prompt")
+    logprobs: Integer | None = sampling_field(
+        "logprobs", "log probabilities of each token and of this many most likely"
+    )
     echo: bool | None = Field(None, description="put the prompt before the output")
     add_special_tokens: bool | None = Field(None, description="such as BOS before a text prompt; default true")
-    best_of: int | None = Field(None, description="only the value of n")
+    best_of: Integer | None = Field(None, description="only the value of n")
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**GenerationBody.unsupported, "suffix": ("",)}
 
@@ -292,7 +332,7 @@ class FunctionCall(StrictModel):
 
 class ToolCall(StrictModel):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 
@@ -344,10 +384,12 @@ class ChatCompletionRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="default: up to the context length")
-    max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens; takes precedence")
+    max_tokens: Integer | None = Field(None, ge=1, description="default: up to the context length")
+    max_completion_tokens: Integer | None = Field(
+        None, ge=1, description="the newer name of max_tokens; takes precedence"
+    )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="only together with logprobs")
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_LOGPROBS, description="only together with logprobs")
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -365,8 +407,8 @@ class ChatCompletionRequest(GenerationBody):
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "mm_processor_kwargs": (),
-        "modalities": (["text"],),
+        "mm_processor_kwargs": ({},),
+        "modalities": (["text"], []),
         "prediction": (),
         "reasoning_effort": ("none",),
         "store": (False,),
@@ -403,7 +445,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
     add_generation_prompt: bool | None = None
@@ -413,7 +455,7 @@ class TokenizeRequest(RequestBody):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
+        if (self.prompt is None) == (not self.messages):
             raise ValueError("prompt: exactly one of prompt and messages must be given")
         return self
 

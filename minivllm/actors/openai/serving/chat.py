@@ -32,6 +32,8 @@ async def chat_completion(service: GenerationService, body: ChatCompletionReques
         if grammar is not None:
             raise wrong_field(grammar_field, "excludes a tool_choice that forces a call")
         grammar, grammar_field = tool_use.grammar(), "tools"
+    elif grammar is not None:
+        grammar = tool_use.or_calls(grammar, service.tokenizer.has_added_token)
     params = body.to_sampling_params(service.info.generation_defaults, grammar)
     prompt = await chat_prompt(service, body, tool_use.tools)
     service.check_length(len(prompt.token_ids), "messages")
@@ -146,9 +148,11 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     """Returns a checked message in the form that templates expect."""
     _check_content(message, where)
     fields = message.model_dump(exclude_none=True)
-    if message.tool_calls is not None and message.role != "assistant":
+    if not message.tool_calls:
+        fields.pop("tool_calls", None)  # templates may ask whether there are any by the field's presence
+    elif message.role != "assistant":
         raise wrong_field(f"{where}.tool_calls", "only allowed in messages of the assistant")
-    if message.tool_calls:
+    else:
         fields["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     fields.setdefault("content", "")
     return fields

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from minivllm.actors.openai.protocol.errors import shorten, wrong_field
-from minivllm.actors.openai.protocol.requests import CompletionRequest
+from minivllm.actors.openai.protocol.requests import CompletionRequest, whole
 from minivllm.actors.openai.protocol.sse import ChunkWriter
 from minivllm.actors.openai.serving.generation import ChoiceDelta, Generation, Prompt
 from minivllm.actors.openai.serving.logprobs import CompletionLogprobs
@@ -70,7 +70,7 @@ class _TextChoice:
 
 async def _prompts(service: GenerationService, body: CompletionRequest) -> list[Prompt]:
     """Returns the prompts of any of the four forms, tokenized. Raises InvalidRequestError for another form."""
-    given = body.prompt
+    given = whole(body.prompt)
     if isinstance(given, list) and not (given and isinstance(given[0], int)):
         if not given:
             raise wrong_field("prompt", "must not be empty")
@@ -91,7 +91,7 @@ async def _prompt(service: GenerationService, item: object, body: CompletionRequ
     if not isinstance(item, str | list):
         raise wrong_field(param, f"must be a string or a list of token ids, not {shorten(item)}")
     text = item if isinstance(item, str) else None
-    token_ids = item if isinstance(item, list) else []
+    token_ids = whole(item) if isinstance(item, list) else []
     if text:
         adds = body.add_special_tokens is not False
         token_ids = await service.encode(text, add_special_tokens=adds, param=param)

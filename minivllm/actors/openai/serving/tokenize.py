@@ -19,7 +19,7 @@ PART = 10_000
 async def tokenize(service: GenerationService, body: TokenizeRequest) -> dict[str, Any]:
     """Returns the token ids of a text or of a conversation."""
     service.check_model(body.model)
-    if body.messages is not None:
+    if body.messages:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
         token_ids = (await chat_prompt(service, body, tools)).token_ids
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 from minivllm.actors.openai.protocol.errors import wrong_field
@@ -17,6 +18,7 @@ from minivllm.actors.openai.tools.parsers import (
     ToolParser,
 )
 from minivllm.core.errors import InvalidRequestError
+from minivllm.core.json_schema import JSON_OPTIONS, closed, embedded
 from minivllm.core.sampling_params import StructuredOutput
 
 CallFormat = Literal["hermes", "llama"]
@@ -74,11 +76,44 @@ class ToolUse:
                 raise InvalidRequestError(message, param="tool_choice.function.name")
             schema = _parameters(named)
         else:
-            key = "parameters" if self._format == "llama" else "arguments"
-            schema = {"anyOf": [_call_schema(tool, key) for tool in self._tools]}
-            if self._forced_list:
-                schema = {"type": "array", "items": schema, "minItems": 1}
+            schema = self._any_call()
         return StructuredOutput(kind="json_schema", value=json.dumps(schema))
+
+    def _any_call(self) -> dict[str, Any]:
+        """Returns the schema of a call of any tool, or of a list of calls."""
+        key = "parameters" if self._format == "llama" else "arguments"
+        calls, parameters = [], {}
+        for number, tool in enumerate(self._tools):
+            place = f"#/$defs/{number}"
+            parameters[f"{number}"] = _parameters(tool, place)
+            calls.append(_call_schema(tool, key, place))
+        schema: dict[str, Any] = {"anyOf": calls}
+        if self._forced_list:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        return {**schema, "$defs": parameters}
+
+    def or_calls(self, answer: StructuredOutput, has_token: Callable[[str], bool]) -> StructuredOutput:
+        """Returns the grammar of a text answer, widened by calls where the model may make some instead.
+
+        A Lark grammar of the client's stays as it is: it may contain calls itself. `has_token` tells whether the
+        tokenizer has a token for a tag.
+        """
+        if not self._tools or answer.kind == "grammar":
+            return answer
+
+        def tag(text: str) -> str:
+            # llguidance knows a token for a tag by its name only, not by its characters.
+            return f'({text} | "{text}")' if has_token(text) else f'"{text}"'
+
+        is_llama = self._format == "llama"
+        if is_llama:
+            calls = f"{tag(PYTHON_TAG)}? call" + ("" if self._one_call else " (/ ?[;,]?[ \\n]?/ call)*")
+        else:
+            spaces = r"/[ \n]{0,2}/"
+            calls = f"({spaces} {tag(OPEN_TAG)} {spaces} call {spaces} {tag(CLOSE_TAG)} {spaces})"
+            calls += "" if self._one_call else "+"
+        schema = _free_call([tool.function.name for tool in self._tools], "parameters" if is_llama else "arguments")
+        return answer.model_copy(update={"calls": f"calls: {calls}\ncall: %json {json.dumps(schema)}\n"})
 
     def parser(self) -> ToolParser | None:
         """Returns a new parser for the text of one choice, None when all of it is content."""
@@ -93,30 +128,34 @@ class ToolUse:
         return kind(max_calls=1 if self._one_call else None, names=names)
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object", "properties": {}}
-    # Closed parts of an allOf contradict each other.
-    return parameters if '"allOf"' in json.dumps(parameters) else _closed(parameters)
+def _parameters(tool: Tool, place: str | None = None) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, perhaps to stand at `place` in another schema.
+
+    It is closed: a small model that may invent arguments does so until its tokens are used up.
+    """
+    try:
+        schema = closed(tool.function.parameters or {"type": "object", "properties": {}})
+        return schema if place is None else embedded(schema, place)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise wrong_field("tools", f"the parameters of {tool.function.name} cannot be used: {reason}") from error
 
 
-def _closed(schema: Any) -> Any:
-    """Forbids properties that an object does not list, unless the schema says otherwise: a small model that may invent
-    arguments does so until its tokens are used up."""
-    if not isinstance(schema, dict):
-        return [_closed(item) for item in schema] if isinstance(schema, list) else schema
-    kept = ("enum", "const", "default", "examples")
-    parts = {key: value if key in kept else _closed(value) for key, value in schema.items()}
-    is_listed = isinstance(parts.get("properties"), dict) and parts.get("type") == "object"
-    return {"additionalProperties": False, **parts} if is_listed and "patternProperties" not in parts else parts
-
-
-def _call_schema(tool: Tool, arguments_key: str) -> dict[str, Any]:
+def _call_schema(tool: Tool, arguments_key: str, place: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, arguments_key: _parameters(tool)},
+        "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": place}},
         "required": ["name", arguments_key],
         "additionalProperties": False,
     }
+
+
+def _free_call(names: list[str], arguments_key: str) -> dict[str, Any]:
+    """Returns the schema of a call of one of these functions with any arguments."""
+    fields = {"name": {"enum": names}, arguments_key: {"type": "object"}}
+    orders = [fields, dict(reversed(fields.items()))]
+    closed_object = {"type": "object", "required": list(fields), "additionalProperties": False}
+    return {"anyOf": [{**closed_object, "properties": order} for order in orders], "x-guidance": JSON_OPTIONS}
 
 
 # ---- templates without tools
