@@ -89,7 +89,7 @@ ABSENCE_HAS_A_MEANING = {
     "llama.rope.scaling.yarn_beta_slow": "1",
     "olmo.attention.clamp_kqv": "no clipping, as in most of the family",
 }
-"""What a complete file of another model may lack: without it, such a file cannot be told from a good one."""
+"""What a complete file of another model may lack: without it, such a file looks like a good one."""
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,7 @@ def make_http_app(service: GenerationService, *, echo_request_id: bool = True) -
         description="OpenAI-compatible API of minivllm.",
         redoc_url=None,
         redirect_slashes=False,
+        strict_content_type=False,  # `_read` checks it
         responses=_errors(401, 500, 503, "default"),
         exception_handlers={HTTPException: _on_error, Exception: _on_error},
     )
@@ -107,19 +108,13 @@ def _errors(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": responses.ErrorResponse, "description": _ERRORS[status]} for status in statuses}
 
 
-def _route(
-    summary: str, response: Any, *statuses: int, body: type[RequestBody] | None = None, **success: Any
-) -> dict[str, Any]:
+def _route(summary: str, response: Any, *statuses: int, **success: Any) -> dict[str, Any]:
     """Returns the arguments that describe a route in openapi.json: `response` models a 200, `statuses` are errors."""
-    extra: dict[str, Any] = {"security": [{}, {"bearer": []}]}
-    if body is not None:
-        statuses += (400, 404, 413, 415)
-        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
     return {
         "summary": summary,
         "response_model": response,
         "responses": {200: {"description": "The response", **success}, **_errors(*statuses)},
-        "openapi_extra": extra,
+        "openapi_extra": {"security": [{}, {"bearer": []}]},
     }
 
 
@@ -140,14 +135,15 @@ def _stream_of(chunk: type[responses.ResponseModel]) -> dict[str, Any]:
 
 
 def _complete_openapi(app: FastAPI) -> None:
-    """Adds to openapi.json what FastAPI does not know: bodies, the chunks of streams and the optional API key."""
+    """Adds to openapi.json what FastAPI does not know: the chunks of streams and the optional API key."""
     chunks = (responses.CompletionChunk, responses.ChatCompletionChunk)
-    bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-    # FastAPI reads no body itself: see `_read`.
-    _, models = models_json_schema([(model, "validation") for model in bodies + chunks], ref_template=_SCHEMAS)
+    _, models = models_json_schema([(chunk, "validation") for chunk in chunks], ref_template=_SCHEMAS)
     components = app.openapi()["components"]  # FastAPI keeps the document
     components["schemas"].update(jsonable_encoder(models["$defs"], exclude_none=True))
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+
+
+_BODY_ERRORS = (400, 404, 413, 415)
 
 
 def _add_text_routes(app: FastAPI, service: GenerationService) -> None:
@@ -156,26 +152,26 @@ def _add_text_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.post(
         "/v1/completions",
-        **_route("Complete a text", responses.CompletionResponse, 429, body=CompletionRequest, content=text),
+        **_route("Complete a text", responses.CompletionResponse, 429, *_BODY_ERRORS, content=text),
     )
-    async def create_completion(request: Request) -> Response:
-        return GenerationResponse(await completion(service, await _read(request, CompletionRequest)))
+    async def create_completion(body: CompletionRequest) -> Response:
+        return GenerationResponse(await completion(service, body))
 
     @app.post(
         "/v1/chat/completions",
-        **_route("Answer in a chat", responses.ChatCompletionResponse, 429, body=ChatCompletionRequest, content=chat),
+        **_route("Answer in a chat", responses.ChatCompletionResponse, 429, *_BODY_ERRORS, content=chat),
     )
-    async def create_chat_completion(request: Request) -> Response:
-        return GenerationResponse(await chat_completion(service, await _read(request, ChatCompletionRequest)))
+    async def create_chat_completion(body: ChatCompletionRequest) -> Response:
+        return GenerationResponse(await chat_completion(service, body))
 
-    @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, body=TokenizeRequest))
-    async def create_tokens(request: Request) -> Response:
-        content = await tokenize_to_json(service, await _read(request, TokenizeRequest))
+    @app.post("/tokenize", **_route("Token ids of a text or a chat", responses.TokenizeResponse, *_BODY_ERRORS))
+    async def create_tokens(body: TokenizeRequest) -> Response:
+        content = await tokenize_to_json(service, body)
         return Response(content, media_type="application/json")
 
-    @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, body=DetokenizeRequest))
-    async def create_text(request: Request) -> Response:
-        return JSONResponse(await detokenize(service, await _read(request, DetokenizeRequest)))
+    @app.post("/detokenize", **_route("Text of token ids", responses.DetokenizeResponse, *_BODY_ERRORS))
+    async def create_text(body: DetokenizeRequest) -> Response:
+        return JSONResponse(await detokenize(service, body))
 
     @app.get("/tokenizer_info", **_route("Special tokens and chat template", responses.TokenizerInfoResponse))
     async def describe_tokenizer() -> Response:
@@ -221,25 +217,40 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 class ApiRoute(APIRoute):
-    """A route whose error responses pass through the middleware too, which those of `Exception` handlers do not."""
+    """A route that reads its body by `_read`, and whose errors pass through the middleware.
+
+    FastAPI's own reader has no size limit, and hides errors in a bare 400.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle_with_errors(request: Request) -> Response:
             try:
-                return await handle(request)
+                return await handle(request if kind is None else _CheckedRequest(request, await _read(request, kind)))
             except Exception as error:
                 return error_response(error)
 
         return handle_with_errors
 
 
-async def _read(request: Request, kind: type[Body]) -> Body:
-    """Reads and checks a body. FastAPI's own parser has no size limit, and hides errors in a bare 400.
+class _CheckedRequest(Request):
+    """A request whose body is checked already: FastAPI accepts an instance of the route's model as it is."""
 
-    Raises HTTPException for a too large body or another media type, and InvalidRequestError.
-    """
+    def __init__(self, request: Request, checked: RequestBody) -> None:
+        super().__init__({**request.scope, "headers": ()}, request.receive)
+        self._checked = checked
+
+    async def body(self) -> bytes:
+        return b"{}"  # not empty: FastAPI then calls `json`
+
+    async def json(self) -> Any:
+        return self._checked
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    """Returns a checked body. Raises HTTPException for its size or media type, and InvalidRequestError."""
     body = await _read_bytes(request, request.app.state.max_request_bytes)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":

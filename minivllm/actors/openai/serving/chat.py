@@ -19,7 +19,7 @@ from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.text.tokenizer import Tokenizer
 
 INLINE_MESSAGES = 100
-"""So many are checked and rendered in about a millisecond."""
+"""A conversation of this length is checked and rendered in about a millisecond."""
 
 
 async def chat_completion(service: GenerationService, body: ChatCompletionRequest) -> Generation:
