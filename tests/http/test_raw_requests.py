@@ -99,6 +99,34 @@ def test_client_that_ends_its_sending_direction_gets_its_response(scripted: Loca
     assert text_of(body) == "Yes."
 
 
+@pytest.mark.parametrize("length", [len(BODY) + 5, None], ids=["content-length", "chunked"])
+def test_incomplete_body_of_a_client_that_ends_its_sending_direction_closes_the_connection(
+    scripted: LocalServer, length: int | None
+) -> None:
+    data = request().replace(f"Content-Length: {len(BODY)}".encode(), f"Content-Length: {length}".encode())
+    if length is None:
+        data = request(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"5\r\nab"
+    address = urlsplit(scripted.base_url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        assert b"200 OK" not in b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_connection_option_close_beside_an_upgrade_offer_closes_the_connection(
+    scripted: LocalServer, version: str
+) -> None:
+    body = json.dumps({"prompt": "REPLY-SHORT", "max_tokens": 8, "stream": True}).encode()
+    options = {**UPGRADE, "Connection": "Upgrade, HTTP2-Settings" + (", close" if version == "1.1" else "")}
+    address = urlsplit(scripted.base_url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(request(body, version=version, **options))
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert b"[DONE]" in received
+    assert (b"transfer-encoding" in received.lower()) == (version == "1.1")
+
+
 def test_client_that_closes_its_connection_is_noticed_before_the_response(scripted: LocalServer) -> None:
     body = json.dumps({"prompt": "endless", "max_tokens": 100_000}).encode()
     before = scripted.snapshot().stats
@@ -118,11 +146,30 @@ def test_byte_order_mark_before_the_json_is_ignored(scripted_client: httpx.Clien
     assert answer.json()["choices"][0]["text"] == "Yes."
 
 
-def test_compressed_body_gets_415_that_names_the_encoding(scripted_client: httpx.Client) -> None:
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+@pytest.mark.parametrize(
+    "codings",
+    [[("content-encoding", "gzip")], [("content-encoding", "identity"), ("content-encoding", "gzip")]],
+    ids=["one header", "two headers"],
+)
+def test_compressed_body_gets_415_that_names_the_encoding(
+    scripted_client: httpx.Client, codings: list[tuple[str, str]]
+) -> None:
+    headers = [("content-type", "application/json"), *codings]
     answer = scripted_client.post(COMPLETIONS, content=gzip.compress(BODY), headers=headers)
     assert answer.status_code == 415
     assert "gzip" in answer.json()["error"]["message"]
+
+
+def test_empty_content_encoding_is_none(scripted_client: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": ""}
+    answer = scripted_client.post(COMPLETIONS, content=BODY, headers=headers)
+    assert answer.json()["choices"][0]["text"] == "Yes."
+
+
+def test_compressed_chunks_get_415(scripted: LocalServer) -> None:
+    data = request(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: gzip, chunked")
+    head, _ = exchange(scripted.base_url, data, b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY))
+    assert head.startswith(b"HTTP/1.1 415")
 
 
 def test_slash_at_the_end_of_a_path_is_ignored(scripted_client: httpx.Client) -> None:

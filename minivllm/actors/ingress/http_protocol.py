@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 PROBE_INTERVAL_S = 0.05
 """The first write to a closed connection is answered by a reset, which the second write finds."""
 _INTERIM_RESPONSE = b"HTTP/1.1 102 Processing\r\n\r\n"
-_UPGRADE_HEADERS = frozenset({b"connection", b"http2-settings", b"upgrade"})
+_UPGRADE_HEADERS = frozenset({b"http2-settings", b"upgrade"})
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -52,10 +52,14 @@ class HttpProtocol(HttpToolsProtocol):
         if method == b"CONNECT":  # always an upgrade
             self.send_400_response("CONNECT is not supported.")
             return
-        headers = [header for header in self.headers if header[0] not in _UPGRADE_HEADERS]
-        start = b"%s %s HTTP/1.1\r\n" % (method, self.url)
+        head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            options = [option.strip() for option in value.split(b",")] if name == b"connection" else [value]
+            if name not in _UPGRADE_HEADERS:
+                kept = b", ".join(option for option in options if option.lower() not in _UPGRADE_HEADERS)
+                head.append(b"%s: %s" % (name, kept))
         self.parser = _Parser(self)
-        self.parser.feed_data(start + b"".join(b"%s: %s\r\n" % header for header in headers) + b"\r\n" + rest)
+        self.parser.feed_data(b"\r\n".join([*head, b"", rest]))
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -66,9 +70,14 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns True to keep the connection open for a response that is not complete."""
+        """Returns True to keep the connection open for the response to a complete request.
+
+        HTTP/1.0 has no interim responses, so that the end of such a client's sending direction is a disconnect.
+        """
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is None or cycle.response_complete or self.scheme == "https" or cycle.scope["http_version"] != "1.1":
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        if self.scheme == "https" or cycle.scope["http_version"] != "1.1":
             return False
         cycle.keep_alive = False
         self._probe()

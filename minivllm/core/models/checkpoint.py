@@ -149,10 +149,32 @@ def check_headers(name: str, headers: Mapping[str, TensorHeader], config: PreTra
         ]
         if lost:
             raise ModelLoadError(f"{name!r} cannot be served: its 8-bit weights {_names(lost)} have no scales")
+        for key, reason in _wrong_scales(used, quantization_of(config)):
+            raise ModelLoadError(f"{name!r} cannot be served: {key} {reason}")
     if lost := list(_missing_experts(used)):
         raise ModelLoadError(f"{name!r} cannot be served: its checkpoint lacks {_names(lost)}")
     for key, shapes in _unequal_experts(used):
         raise ModelLoadError(f"{name!r} cannot be served: {key} has the shape {shapes[0]}, other experts {shapes[1]}")
+
+
+def _wrong_scales(headers: Mapping[str, TensorHeader], quantization: Any) -> Iterator[tuple[str, str]]:
+    """Yields float8 weights whose grid of scales transformers would lay over the wrong numbers, and why.
+
+    It takes the size of a block from the shapes, which is right only if the blocks divide the weight evenly.
+    """
+    fields = quantization if isinstance(quantization, dict) else vars(quantization)
+    block = fields.get("weight_block_size")
+    if fields.get("quant_method") != "fp8" or block is None:
+        return
+    for key, header in headers.items():
+        scale = headers.get(f"{key}_scale_inv") or headers.get(f"{key}_scale")
+        if header.dtype not in _8_BIT or scale is None or len(header.shape) != 2:
+            continue
+        needed = tuple(-(-size // each) for size, each in zip(header.shape, block, strict=True))
+        if scale.shape != needed:
+            yield key, f"has scales of the shape {scale.shape}, and blocks of {block} need {needed}"
+        elif any(size % each for size, each in zip(header.shape, block, strict=True)):
+            yield key, f"has the shape {header.shape}, which blocks of {block} do not divide: use it in 16 bits"
 
 
 def quantization_of(config: PreTrainedConfig) -> Any:

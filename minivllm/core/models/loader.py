@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -39,6 +42,7 @@ from minivllm.core.models.support import (
     find_lm_head,
     other_parts,
 )
+from minivllm.core.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +138,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model = _load_weights(config, location, gguf_file, model_config, dtype, device)
         layers = find_attention_layers(config.model, model)
         head = find_lm_head(config.model, model)
+        if gguf_file is not None:
+            generation_config = gguf.load_generation_config(gguf_file)
+        else:
+            generation_config = _load_generation_config(config, location, model)
+        eos_token_ids = _eos_token_ids(head.vocab_size, generation_config, model.config.get_text_config(decoder=True))
+        generation_defaults = _generation_defaults(generation_config)
     if parts := other_parts(model_config):
         logger.warning("%s has %s; its text part is served", config.model, parts)
-    if gguf_file is not None:
-        generation_config = gguf.load_generation_config(gguf_file)
-    else:
-        generation_config = _load_generation_config(config, location, model)
     loaded = LoadedModel(
         name=config.model,
         model=model,
@@ -147,8 +153,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         layers=layers,
         dtype=dtype,
         device=device,
-        eos_token_ids=_eos_token_ids(generation_config, model.config.get_text_config(decoder=True)),
-        generation_defaults=_generation_defaults(generation_config),
+        eos_token_ids=eos_token_ids,
+        generation_defaults=generation_defaults,
         max_model_len=max_model_len,
     )
     logger.info(
@@ -263,6 +269,12 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _load_generation_config(config: EngineConfig, location: ModelLocation, model: PreTrainedModel) -> GenerationConfig:
+    file = Path(location.path) / "generation_config.json"
+    if file.is_file():
+        try:
+            json.loads(file.read_text())  # transformers takes a damaged file for a missing one
+        except ValueError as error:
+            raise ModelLoadError(f"{str(file)!r} cannot be read: {error}") from error
     if config.load_format == "auto" and model.generation_config is not None:
         return model.generation_config
     try:
@@ -271,18 +283,32 @@ def _load_generation_config(config: EngineConfig, location: ModelLocation, model
         return GenerationConfig.from_model_config(model.config)
 
 
-def _eos_token_ids(*configs: GenerationConfig | PreTrainedConfig) -> frozenset[int]:
-    """Returns the EOS tokens of all `configs`, each of which has none, one or a list."""
-    found: set[int] = set()
+def _eos_token_ids(vocab_size: int, *configs: GenerationConfig | PreTrainedConfig) -> frozenset[int]:
+    """Returns the EOS tokens of all `configs`, each of which has none, one or a list. Leaves out those never sampled.
+
+    Raises:
+        ModelLoadError: an EOS that is no token id.
+    """
+    found: list[Any] = []
     for config in configs:
         token_ids = getattr(config, "eos_token_id", None)
-        found.update([token_ids] if isinstance(token_ids, int) else token_ids or ())
-    return frozenset(found)
+        found += token_ids if isinstance(token_ids, list | tuple) else [token_ids]
+    for token_id in found:
+        if token_id is not None and type(token_id) is not int:
+            raise ModelLoadError(f"eos_token_id: {token_id!r} is no token id")
+    return frozenset(token_id for token_id in found if token_id is not None and 0 <= token_id < vocab_size)
 
 
 def _generation_defaults(generation_config: GenerationConfig) -> dict[str, float]:
-    """Returns the fields that differ from transformers' own defaults."""
+    """Returns the fields that differ from transformers' own defaults. Raises ModelLoadError for an invalid one."""
     values = generation_config.to_diff_dict()
     if values.get("do_sample") is False:
         return {}
-    return {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+    defaults = {name: values[name] for name in GENERATION_DEFAULTS if values.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']!r})"
+        raise ModelLoadError(f"the sampling defaults of the model are wrong: {reason}") from error
+    return defaults

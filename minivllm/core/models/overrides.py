@@ -13,6 +13,7 @@ from minivllm.core.errors import ModelLoadError
 
 _ROPE = "rope_parameters"
 _ROPE_KEYS = frozenset({*RopeParameters.__annotations__, "type"})
+_OF_LAYER_TYPES = frozenset({"max_window_layers", "num_hidden_layers", "sliding_window_pattern", "use_sliding_window"})
 _OF_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
@@ -29,6 +30,10 @@ def apply_overrides(
     Raises:
         ModelLoadError: an unknown field, or a value without effect; names it.
     """
+    if _ROPE in overrides and "rope_scaling" in overrides:
+        raise ModelLoadError(f"{name}: 'rope_scaling' is the older name of {_ROPE!r}; set one of them")
+    if "rope_scaling" in overrides and not overrides["rope_scaling"]:
+        overrides = {**overrides, "rope_scaling": {"rope_type": "default"}}  # none
     fields, overrides = _with_rope_parameters(fields), _with_rope_parameters(overrides)
     for key in _OF_ROPE:
         if key in overrides and key not in fields:  # newer files have them in `rope_parameters`, which has priority
@@ -39,10 +44,15 @@ def apply_overrides(
     _check_names(overrides, known, name)
     if isinstance(rope := overrides.get(_ROPE), dict):
         _check_names(rope, {*_ROPE_KEYS, *(fields.get(_ROPE) or ()), *layer_types}, f"{name}.{_ROPE}")
+        by_layer = [key for key, value in (getattr(config, _ROPE, None) or {}).items() if isinstance(value, dict)]
+        if by_layer and (flat := sorted(rope.keys() - by_layer)):
+            raise ModelLoadError(f"{name}.{_ROPE}: set {', '.join(flat)} within {' or '.join(by_layer)}")
         for layer_type, nested in rope.items():
             if isinstance(nested, dict):
                 _check_names(nested, _ROPE_KEYS, f"{name}.{_ROPE}.{layer_type}")
     merged = _merge(fields, overrides)
+    if "layer_types" not in overrides and overrides.keys() & _OF_LAYER_TYPES:
+        merged.pop("layer_types", None)  # derived again
     for key, value in overrides.items():
         part = getattr(config, key, None)
         if isinstance(part, PreTrainedConfig) and isinstance(value, dict):

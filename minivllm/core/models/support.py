@@ -238,6 +238,9 @@ def find_lm_head(name: str, model: PreTrainedModel) -> LMHead:
     theirs = _run_two_tokens(model, model)[0].logits[0].float()
     with torch.inference_mode():
         ours = head(_run_two_tokens(model, model.base_model)[0].last_hidden_state[0]).float()
+    if not theirs.isfinite().all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ModelLoadError(f"{name!r} cannot be served: its logits are not finite (NaN or infinite) in {dtype}")
     if ours.shape != theirs.shape or not (ours - theirs).norm() <= 1e-2 * theirs.norm():
         raise unsupported(name, model.config, "a treatment of its logits that is not known")
     return head

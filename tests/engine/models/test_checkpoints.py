@@ -339,6 +339,35 @@ def test_float8_checkpoint_gives_the_logits_of_its_numbers_times_its_scales(tmp_
     torch.testing.assert_close(served_logits(tmp_path / "float8"), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("block", "cut", "reason"),
+    [
+        ([8, 16], slice(None), "and blocks of"),
+        ([16, 16], (slice(None), slice(1)), "and blocks of"),
+        ([16, 16], 0, "and blocks of"),
+    ],
+    ids=["other blocks", "fewer scales", "one row of scales"],
+)
+def test_float8_scales_of_other_blocks_are_refused(block: list[int], cut: Any, reason: str, tmp_path: Path) -> None:
+    stored, _ = in_float8(good("llama")[1])
+    stored[f"{DOWN}_scale_inv"] = stored[f"{DOWN}_scale_inv"][cut].contiguous()
+    write(tmp_path, "llama", stored, quantization_config={**FP8, "weight_block_size": block})
+    with pytest.raises(ModelLoadError, match=reason):
+        load_model(config_for(tmp_path))
+
+
+def test_float8_blocks_that_do_not_divide_a_weight_are_refused(tmp_path: Path) -> None:
+    stored, _ = in_float8(good("llama")[1])
+    rows, columns = stored[DOWN].shape
+    block = [rows - 8, columns - 8]
+    scales = {key: torch.ones(2, 2) for key in stored if key.endswith("_scale_inv")}
+    kept = {key: tensor for key, tensor in (stored | scales).items() if "_proj" not in key or key.startswith(DOWN)}
+    exact = {key: tensor for key, tensor in good("llama")[1].items() if key not in kept}
+    write(tmp_path, "llama", kept | exact, quantization_config={**FP8, "weight_block_size": block})
+    with pytest.raises(ModelLoadError, match=rf"{DOWN} has the shape .* do not divide"):
+        load_model(config_for(tmp_path))
+
+
 def test_float8_checkpoint_without_a_scale_is_refused(tmp_path: Path) -> None:
     stored, _ = in_float8(good("llama")[1])
     write(tmp_path, "llama", without(f"{DOWN}_scale_inv")(stored), quantization_config=FP8)

@@ -124,3 +124,43 @@ def test_revision_is_for_the_repository_of_the_model_alone(folder: Path) -> None
     assert resolve_tokenizer(EngineConfig(model="owner/model", tokenizer="owner/other", revision="v2")).revision is None
     with pytest.raises(ModelLoadError, match="revision='v2' is for models of the Hugging Face hub"):
         resolve_model(EngineConfig(model=str(folder), revision="v2"))
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_empty_rope_scaling_takes_the_scaling_off(none: Any, tmp_path: Path) -> None:
+    folder = save_tiny(llama(YARN), tmp_path)
+    loaded = load_model(config_for(folder, hf_overrides={"rope_scaling": none}))
+    assert (loaded.model.config.rope_parameters["rope_type"], loaded.max_model_len) == ("default", 64)
+
+
+def test_both_names_of_rope_parameters_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny(llama(YARN), tmp_path)
+    overrides = {"rope_parameters": {"factor": 2.0}, "rope_scaling": {"rope_type": "default"}}
+    with pytest.raises(ModelLoadError, match="'rope_scaling' is the older name of 'rope_parameters'"):
+        load_model(config_for(folder, hf_overrides=overrides))
+
+
+def gemma3() -> PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    kinds = {"full_attention": rope, "sliding_attention": rope}
+    fields = {**TINY["llama"]().to_dict(), "rope_parameters": kinds, "head_dim": 16, "sliding_window": 9}
+    return Gemma3TextConfig(
+        **{key: value for key, value in fields.items() if key not in ("model_type", "architectures")}
+    )
+
+
+@pytest.mark.parametrize("overrides", [{"rope_theta": 50.0}, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}])
+def test_rope_of_a_model_with_one_per_kind_of_layer_is_refused_without_the_kind(
+    overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_tiny(gemma3(), tmp_path)
+    with pytest.raises(ModelLoadError, match=r"hf_overrides\.rope_parameters: set .* within .*full_attention"):
+        load_model(config_for(folder, hf_overrides=overrides))
+
+
+def test_overridden_window_layers_change_the_kinds_of_layers(tmp_path: Path) -> None:
+    folder = save_tiny(TINY["qwen2-window-in-upper-layers"](), tmp_path)
+    windows = [layer.sliding_window for layer in load_model(config_for(folder)).layers]
+    assert None in windows
+    loaded = load_model(config_for(folder, hf_overrides={"max_window_layers": 0}))
+    assert None not in [layer.sliding_window for layer in loaded.layers]

@@ -151,6 +151,15 @@ def test_value_that_cannot_be_served_is_refused_with_its_key(
         load(path)
 
 
+@pytest.mark.parametrize("used", [0, 99])
+def test_number_of_used_experts_is_refused_outside_of_its_range(used: int, tmp_path: Path) -> None:
+    content = converted(random_model(MODELS["llama, experts of mixtral"]()))
+    metadata = {**content.metadata, "llama.expert_used_count": used}
+    path = Content("llama", metadata, content.tensors).save(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelLoadError, match=rf"experts and uses {used} of them"):
+        load(path)
+
+
 @pytest.mark.parametrize(
     "notes",
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
 from minivllm.core.attention import choose_backend
@@ -81,6 +82,41 @@ def test_eos_ids_are_the_union_of_config_and_generation_config(llama: Path) -> N
 
 def test_generation_defaults_come_from_the_generation_config(llama: Path) -> None:
     assert load_model(config_for(llama)).generation_defaults == {"temperature": 0.6, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"eos_token_id": [2, 7], "temper', "generation_config.json' cannot be read"),
+        ('{"eos_token_id": 2.5}', "eos_token_id: 2.5 is no token id"),
+        ('{"eos_token_id": [[2]]}', "eos_token_id: .* is no token id"),
+        ('{"eos_token_id": 2, "temperature": "x"}', "sampling defaults of the model are wrong: temperature"),
+        ('{"eos_token_id": 2, "top_p": 3.0, "do_sample": true}', "sampling defaults of the model are wrong: top_p"),
+    ],
+)
+def test_wrong_generation_config_is_refused_with_its_field(content: str, reason: str, tmp_path: Path) -> None:
+    folder = save_tiny(TINY["llama"](), tmp_path)
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_model(config_for(folder))
+
+
+def test_eos_ids_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    folder = save_tiny(TINY["llama"](), tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, -1, 100000]}')
+    assert 5 in load_model(config_for(folder)).eos_token_ids
+    assert not {-1, 100000} & load_model(config_for(folder)).eos_token_ids
+
+
+def test_model_whose_logits_are_not_finite_is_refused_with_that_reason(tmp_path: Path) -> None:
+    folder = save_tiny(TINY["llama"](), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 6e4
+    tensors["lm_head.weight"] *= 1e4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(config_for(folder, dtype="float32"))
+    with pytest.raises(ModelLoadError, match=r"not finite \(NaN or infinite\) in float16"):
+        load_model(config_for(folder, dtype="float16"))
 
 
 @pytest.mark.parametrize("packaged", [False, True], ids=["safetensors", "gguf"])

@@ -252,18 +252,21 @@ class _CheckedRequest(Request):
 async def _read(request: Request, kind: type[Body]) -> Body:
     """Returns a checked body. Raises HTTPException for its size or media type, and InvalidRequestError."""
     body = await _read_bytes(request, request.app.state.max_request_bytes)
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise HTTPException(415, f"Content-Encoding: {shorten(encoding)} is not supported; send plain JSON")
+    codings = ",".join(request.headers.getlist("content-encoding") + request.headers.getlist("transfer-encoding"))
+    for coding in map(str.strip, codings.lower().split(",")):
+        if coding not in ("", "identity", "chunked"):
+            raise HTTPException(415, f"the encoding {shorten(coding)} is not supported; send plain JSON")
     content_type = request.headers.get("content-type", "")
     # Browsers send other types across origins unasked: a web page could use a server on its visitor's machine.
     media_type = content_type.partition(";")[0].strip().lower()
     if not media_type.startswith("application/") or not media_type.endswith(("/json", "+json")):
         reason = f"declared by 'Content-Type: application/json', not {shorten(content_type)}"
         raise HTTPException(415, f"the body must be JSON, {reason}")
-    if len(body) > INLINE_BYTES:
-        return await asyncio.to_thread(_parse, kind, body)  # other requests do not wait for a large body
-    return _parse(kind, body)
+    if len(body) <= INLINE_BYTES:
+        return _parse(kind, body)
+    checked = await asyncio.to_thread(_parse, kind, body)  # other requests do not wait for a large body
+    checked.mark_large()
+    return checked
 
 
 def _parse(kind: type[Body], body: bytearray) -> Body:

@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
@@ -68,6 +69,15 @@ class RequestBody(StrictModel):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Known fields of the API that this server does not support, with the values that change nothing."""
+    _is_large: bool = PrivateAttr(default=False)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether work on the body may take too long for the event loop."""
+        return self._is_large
+
+    def mark_large(self) -> None:
+        self._is_large = True
 
     @model_validator(mode="before")
     @classmethod

@@ -114,7 +114,7 @@ async def chat_prompt(
 
     Raises InvalidRequestError: a message is malformed, the template is missing or rejects the messages.
     """
-    if len(body.messages or []) <= INLINE_MESSAGES:
+    if not body.is_large and len(body.messages or []) <= INLINE_MESSAGES:
         text = _render(service.tokenizer, body, tools)
     else:
         text = await service.in_thread(partial(_render, service.tokenizer, body, tools), is_long=True)

@@ -71,6 +71,9 @@ def config_fields(file: GGUFFile) -> tuple[str, dict[str, Any]]:
     config["pad_token_id"] = None  # batches are packed, not padded
     if architecture.window_period is not None:
         config["layer_types"] = _layer_types(keys, config["num_hidden_layers"], architecture.window_period)
+    count = keys.get("expert_count", 0) if "expert_count" in architecture.keys else 0
+    if count and not 1 <= keys.get("expert_used_count", 0) <= count:
+        raise file.error(f"has {count} experts and uses {keys.get('expert_used_count', 0)} of them")
     architecture.adjust(keys, config)
     for key in architecture.ignored:
         keys.get(key, None)
