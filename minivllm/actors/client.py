@@ -15,6 +15,7 @@ generators do not: after a `break`, an exception or a timeout the engine would c
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -33,7 +34,7 @@ Response = TypeVar("Response")
 Chunks = TypeVar("Chunks")
 
 
-class _Client(Generic[Response, Chunks]):
+class _Client(ABC, Generic[Response, Chunks]):
     def __init__(self, app_name: str = "minivllm", *, handle: DeploymentHandle[Any] | None = None) -> None:
         self._handle = serve.get_app_handle(app_name) if handle is None else handle
 
@@ -53,12 +54,12 @@ class _Client(Generic[Response, Chunks]):
         """Yields the chunks of `chat`."""
         return self._stream("chat_stream", messages=messages, **fields)
 
+    @abstractmethod
     def call(self, method: str, **fields: Any) -> Any:
         """Calls any method of the ingress: `tokenize`, `detokenize`, `info`, `stats`, `metrics_history`."""
-        raise NotImplementedError
 
-    def _stream(self, method: str, **fields: Any) -> Chunks:
-        raise NotImplementedError
+    @abstractmethod
+    def _stream(self, method: str, **fields: Any) -> Chunks: ...
 
 
 class Client(_Client[Body, Generator[Body, None, None]]):

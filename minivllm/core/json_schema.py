@@ -191,7 +191,7 @@ class _Document:
                 waiting.append((target, self._at(target)))
 
     def pointer(self, ref: object) -> str | None:
-        """Returns the JSON pointer that a `$ref` into this document stands for; None for another."""
+        """Returns the JSON pointer of a `$ref` into this document; None for another."""
         if not isinstance(ref, str) or self.has_nested_id:
             return None
         local = ref[len(self._base) :] if self._base and ref.startswith(self._base) else ref
@@ -200,7 +200,7 @@ class _Document:
         return local[1:] if local.startswith("#/") else self._anchors.get(local[1:]) if local[0] == "#" else None
 
     def target(self, ref: object) -> Any:
-        """Returns the subschema that a `$ref` stands for, None if it is not in this document."""
+        """Returns the subschema of a `$ref`, None if it is not in this document."""
         pointer = self.pointer(ref)
         return None if pointer is None else self._at(pointer)
 

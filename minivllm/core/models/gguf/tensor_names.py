@@ -1,6 +1,6 @@
 """Parameters of transformers models and the tensors of GGUF files that fill them.
 
-`*` is the number of a layer. A name without `.weight` or `.bias` stands for both. Several tensors follow one another
+`*` is the number of a layer. A name without `.weight` or `.bias` names both. Several tensors follow one another
 along the last dimension but one.
 """
 
