@@ -110,6 +110,7 @@ BAD: list[tuple[tuple[str, Any], int, str | None]] = [
     (completion(best_of=3), 400, "best_of"),
     (completion(use_beam_search=True), 400, "use_beam_search"),
     (completion(logit_bias={"abc": 1}), 400, "logit_bias"),
+    (completion(logit_bias={"1": 5, "01": -5}), 400, "logit_bias"),
     (completion(logit_bias={"-1": 1}), 400, "logit_bias"),
     (completion(logit_bias={" 5": 1}), 400, "logit_bias"),
     (completion(logit_bias={"5": "much"}), 400, "logit_bias.5"),

@@ -289,6 +289,8 @@ class GenerationBody(RequestBody):
                 raise wrong_field("logit_bias", f"the keys must be token ids, not {shorten(key)}")
         if self.logit_bias:
             values["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+            if len(values["logit_bias"]) < len(self.logit_bias):
+                raise wrong_field("logit_bias", "two keys are the same token id")
         try:
             return SamplingParams(**(values | computed))
         except ValidationError as error:
